@@ -1,4 +1,4 @@
-"""Param groups of several optimizers that have no parameters, on this rank or on any: they get the saved hyperparameters too."""
+"""Several optimizers: groups that have no parameters, on this rank or on any, get the saved hyperparameters; another order."""
 
 from __future__ import annotations
 
@@ -72,3 +72,29 @@ class GroupsWithoutParametersTest(InFolder):
         optims = adams(model, 0.2)
         fsdp_optim.load(self.root / "a", model, optims, options=fsdp_optim.LoadOptions(param_groups="live"))
         self.assertEqual(lrs_of(optims), [0.1, 0.1, 0.2])
+
+
+class OrderOfOptimizersTest(InFolder):
+    def test_two_classes_in_another_order(self) -> None:
+        """Each finds its group by its parameters, and is not compared with the group at its place."""
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+        def made() -> Optims:
+            adam = torch.optim.Adam(model[0].parameters(), lr=0.01)
+            return [adam, torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)]
+
+        adam, sgd = made()
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 2.0)
+        for optim in (adam, sgd):
+            optim.step()
+        fsdp_optim.save(self.root / "a", model, [adam, sgd])
+        for groups in ("saved", "live"):
+            new_adam, new_sgd = made()
+            options = fsdp_optim.LoadOptions(param_groups=groups)
+            fsdp_optim.load(self.root / "a", model, [new_sgd, new_adam], options=options)
+            for new, old in ((new_adam, adam), (new_sgd, sgd)):
+                self.assertEqual(new.param_groups[0]["lr"], old.param_groups[0]["lr"])
+                for param, values in old.state.items():
+                    for name, value in values.items():
+                        self.assertTrue(torch.equal(new.state[param][name], value), (groups, name))

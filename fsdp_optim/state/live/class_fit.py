@@ -59,8 +59,8 @@ def fit_class(full: FullState, live: Sequence[LiveGroup], *, strict: bool) -> tu
     place_of = {fqn: place for place, group in enumerate(live) for fqn in group.fqns}
     for index, (hyper, fqns) in enumerate(full.groups):
         shared_with = _by_live_group(fqns, place_of)
-        if len(live) == len(full.groups):
-            shared_with.setdefault(index, set())  # a group without parameters is compared with the group at its place
+        if not shared_with and len(live) == len(full.groups):
+            shared_with[index] = set()  # a group without parameters is compared with the group at its place
         for place, shared in sorted(shared_with.items()):
             group = live[place]
             saved = _SavedState(
