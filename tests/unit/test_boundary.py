@@ -21,7 +21,7 @@ from fsdp_optim.errors import StateError
 
 MOST_LINES = 12
 PACKAGE = f"{Path(F.__file__).parent}{os.sep}"
-BOUNDARY = f"{PACKAGE}boundary.py"
+BOUNDARY = f"{PACKAGE}boundary/tracebacks.py"
 
 
 class Refuses:
