@@ -82,7 +82,8 @@ class LoadArguments(LoadOptions):
     """The arguments of `load`.
 
     `allow_unexpected`: of names that one side has alone, a strict load refuses missing ones only. `fused`: the names in the
-    checkpoint that the Views are of, when it is open.
+    checkpoint that the Views are of, when it is open. `drops_new_state`: a parameter that had no state at the save loses the
+    state that it has; else such a load is refused.
     """
 
     state: RunState = _NOTHING
@@ -91,6 +92,7 @@ class LoadArguments(LoadOptions):
     weights: WhichWeights = "all"
     models: ModelNames = _ONE_MODEL
     fused: tuple[str, ...] = field(default=(), metadata=MAY_DIFFER)
+    drops_new_state: bool = False
     wrong_options: str = field(default="", metadata=MAY_DIFFER)
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from msgspec import Struct
@@ -336,6 +336,8 @@ class State(Struct, frozen=True):
             off_mesh=live.off_mesh,
         )
         full = kept.check(stored_state.full, live.shapes, global_state.views, strict=options.strict)
+        if options.drops_new_state:
+            live = replace(live, with_state=live.with_state & full.state.keys())
         full, fit = live.fit(full, strict=options.strict, groups=options.param_groups)
         fit = kept.without(fit, full, live.shapes.keys())
         summaries = summarize(full, live.shapes)

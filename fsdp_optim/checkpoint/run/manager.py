@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +155,8 @@ class CheckpointManager:
         """Load the checkpoint of an earlier step, to continue training from there; return the step.
 
         The checkpoints of later steps stay until the next save is complete, and are removed then, because the run took these
-        steps back. A run that ends before that resumes from the newest of them.
+        steps back. A run that ends before that resumes from the newest of them. A parameter that got its first state after that
+        step (a layer that was unfrozen, an expert that was not used before) has none again.
 
         Args:
             to: the step of the checkpoint.
@@ -164,7 +165,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: the folder has no checkpoint of this step; the message names the steps that it has.
         """
-        return self._run.load(to, self._arguments(options, strict, "error"))
+        return self._run.load(to, replace(self._arguments(options, strict, "error"), drops_new_state=True))
 
     @public
     @ordinary_tensors()
