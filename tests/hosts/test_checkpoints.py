@@ -32,7 +32,7 @@ KIT = (
     LIKE_NFS,
 )
 LONG = 200.0  # seconds
-AGENT = "[k]it.scripts"  # the process that runs torchrun; it is forked from a server of scripts
+AGENT = "[k]it.forked"  # the process that runs torchrun; it is forked from a server of scripts
 
 
 def by_name(file_systems: tuple[FileSystem, ...]) -> list[tuple[str, FileSystem]]:
