@@ -87,10 +87,13 @@ class SaveContents(Struct, frozen=True):
         if options.state.is_given and writer.writes_trees:  # the same on all ranks
             common, trees, tensors = read_trees(group, common, options, options.call.on_replica_mismatch)
             if options.tree is not None and trees is not None and weights.tensors:
-                from fsdp_optim.checkpoint.common.optim_trees import OptimTree  # other saves load no module for it
+                from fsdp_optim.checkpoint.common.optim_trees import (
+                    OptimTree,
+                    TreeModel,
+                )  # other saves load no module for it
 
                 shapes = {value.fqn: value.placement.shape for value in weights.tensors}
-                optim_tree = OptimTree.of(common, trees, tensors, shapes, names)
+                optim_tree = OptimTree.of(common, trees, tensors, TreeModel(options.tree.place, shapes, names))
             if optim_tree is not None and trees is not None:
                 common, trees = optim_tree.rest_of(common), optim_tree.saved(trees)
         for key, value in common.items():
