@@ -84,7 +84,7 @@ class OptimTree:
     def of(
         cls,
         values: Mapping[str, Any],
-        trees: SavedHalf,
+        trees: SavedHalf | None,
         tensors: Mapping[str, torch.Tensor],
         model: TreeModel,
     ) -> OptimTree | None:
@@ -94,7 +94,7 @@ class OptimTree:
 
         Args:
             values: the trees of all ranks, without the model's dict.
-            trees: their tensors.
+            trees: their tensors; None: they have none.
             tensors: those of this rank, by key.
             model: the model.
         """
@@ -107,7 +107,7 @@ class OptimTree:
         face, optim = known[0]
         if not model.has(face, {fqn for _, fqns in optim.hypers for fqn in fqns}, values):
             return None
-        by_key = {value.stored_name: value for value in trees.tensors}
+        by_key = {value.stored_name: value for value in trees.tensors} if trees is not None else {}
         in_files: dict[tuple[str, Any], SavedValue] = {}
         for fqn, entries in optim.state.items():
             for name, entry in entries.items():

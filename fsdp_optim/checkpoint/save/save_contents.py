@@ -86,7 +86,7 @@ class SaveContents(Struct, frozen=True):
         trees, optim_tree = None, None
         if options.state.is_given and writer.writes_trees:  # the same on all ranks
             common, trees, tensors = read_trees(group, common, options, options.call.on_replica_mismatch)
-            if options.tree is not None and trees is not None and weights.tensors:
+            if options.tree is not None and weights.tensors:
                 from fsdp_optim.checkpoint.common.optim_trees import (
                     OptimTree,
                     TreeModel,
@@ -94,8 +94,9 @@ class SaveContents(Struct, frozen=True):
 
                 shapes = {value.fqn: value.placement.shape for value in weights.tensors}
                 optim_tree = OptimTree.of(common, trees, tensors, TreeModel(options.tree.place, shapes, names))
-            if optim_tree is not None and trees is not None:
-                common, trees = optim_tree.rest_of(common), optim_tree.saved(trees)
+            if optim_tree is not None:
+                common = optim_tree.rest_of(common)
+                trees = optim_tree.saved(trees) if trees is not None else None
         for key, value in common.items():
             refuse_sharded(f"state[{key!r}]", value)
         return cls(
