@@ -14,6 +14,7 @@ from fsdp_optim.checkpoint.common.contents import LEFT_OUT, RECORDS, HalvesEnd, 
 from fsdp_optim.checkpoint.common.optim_description import describe, small_values, stored_tensors
 from fsdp_optim.checkpoint.common.printing import Place, objects_of, scalars_of
 from fsdp_optim.checkpoint.common.run_state import refuse_sharded
+from fsdp_optim.checkpoint.common.shared_elements import warn_of_shared_elements
 from fsdp_optim.checkpoint.common.trees import read_trees
 from fsdp_optim.checkpoint.save.file_plan import FilePlan
 from fsdp_optim.checkpoint.save.loadable_check import prove_loadable
@@ -71,6 +72,7 @@ class SaveContents(Struct, frozen=True):
         weights = read_weights(
             reader, group, options, options.call, about, which=options.weights, saved_as=options.weights_dtype
         )
+        warn_of_shared_elements(weights, group.rank)
         state = None
         if optim is not None:
             state = read_state(reader, optim, group, options, options.call, about, fused_state=options.fused_state)
