@@ -28,8 +28,9 @@ from fsdp_optim.layout import Whole
 from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.options import GatherArguments, Model
 from fsdp_optim.results.calls import Incompatible
+from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
-from fsdp_optim.tensors.memory import dtype_name, flatten, is_plain
+from fsdp_optim.tensors.memory import detached_copy, dtype_name, flatten, is_plain
 from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
@@ -65,12 +66,34 @@ def gather_model(model: Model, options: GatherArguments) -> dict[str, Any] | Non
         wanted = {fqn: param for fqn, param in global_state.params.items() if param.group_index != LEFT_OUT}
         tensors = move_state(gathering, tuple(wanted.values()), failure)
         agree(group, "gathered", failure.error, fatal=failure.fatal)
-        values = module_values.collect(group, local.module_values, global_state, recipients)
+        values = _copied(
+            group, module_values.collect(group, local.module_values, global_state, recipients), global_state
+        )
         if group.rank not in recipients:
             return None
         full = {fqn: tensors[fqn, WEIGHT] for fqn in wanted}
         full |= {alias: full[fqn] for alias, fqn in local.view.aliases.items() if fqn in full}
-        return full | {fqn: value for fqn, (_, value) in values.items()}
+        return full | values
+
+
+def _copied(group: RankGroup, values: Mapping[str, Any], global_state: GlobalState) -> dict[str, Any]:
+    """Return copies of the values of modules, without versions: the modules change their own. Called by all ranks.
+
+    Raises StateError, the same on all ranks, for a value that cannot be copied.
+    """
+    failure, copies = Failure(), dict[str, Any]()
+    with failure:
+        for fqn, (_, value) in values.items():
+            try:
+                copies[fqn] = detached_copy(value)
+            except Exception as error:
+                raise StateError(
+                    f"{fqn}: is a {type(value).__name__} that cannot be copied: {type(error).__name__}: {error}: let "
+                    "get_extra_state() return tensors and plain values"
+                ) from error
+    if global_state.module_values:  # the same on all ranks
+        agree(group, "copied", failure.error)
+    return copies
 
 
 def scatter_model(

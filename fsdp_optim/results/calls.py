@@ -48,7 +48,7 @@ class LoadResult:
     Attributes:
         state: everything that was saved by `state=`, by name, as this rank has it: a value of `per_rank` is this rank's own, and
             so are the random states that a manager has saved, under the name "fsdp_optim.rng". Access to a value that is a pickle
-            and not allowed raises CheckpointError.
+            and not allowed raises CheckpointError. The state of an object is no copy: what the object changes in it shows here.
         step: the `step` that was given to `save`.
         world_size: the number of ranks that saved.
         missing_keys: what the model, the optimizer or `state=` has and the checkpoint does not have, and keeps its live value:

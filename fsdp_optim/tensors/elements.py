@@ -97,6 +97,12 @@ def check_weight(where: str, value: torch.Tensor, error: type[FsdpOptimError]) -
             )
 
 
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a strided tensor are in one place in memory, as in one of expand()."""
+    steps = tensor.stride()
+    return 0 in steps and any(num > 1 and not step for num, step in zip(tensor.shape, steps, strict=True))
+
+
 def is_lazy(value: object) -> bool:
     """Return whether a value is a parameter or buffer that has no shape yet."""
     return isinstance(value, UninitializedTensorMixin)

@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import copy
+import logging
+from pathlib import Path
+from typing import Any
 
 import torch
 from kit.compare import check_same, refused
 from kit.folders import SharedFolder
+from kit.log_texts import log_texts
 from kit.models import TiedHead
 from safetensors.torch import save_file
 from torch import nn
 
 import fsdp_optim
 from fsdp_optim import StateError
+from fsdp_optim.testing import run_on_ranks
 
 QUICK = fsdp_optim.SaveOptions(durable=False, progress=False)
+
+
+class Masked(nn.Module):
+    """A buffer whose rows are one row in memory, and one without elements, and one of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("mask", torch.ones(1, 3).expand(2, 3))
+        self.register_buffer("empty", torch.ones(1, 3).expand(0, 3))
+        self.register_buffer("single", torch.tensor(1.0).expand(1, 1))
+
+
+def saved_in_background(*args: Any, **kwargs: Any) -> None:
+    fsdp_optim.async_save(*args, **kwargs).wait()
+
+
+def warnings_of_a_save(folder: Path) -> list[str]:
+    torch.manual_seed(0)
+    with log_texts(logging.WARNING) as told:
+        fsdp_optim.save(folder / "ranks", Masked(), options=QUICK)
+    return [text for text in told if "share memory" in text]
 
 
 class ResultTest(SharedFolder):
@@ -41,6 +68,26 @@ class ResultTest(SharedFolder):
         words = ("weight: its elements share memory in the model", "nothing was loaded")
         refused(lambda: fsdp_optim.load(self.folder / "step", new), StateError, *words)
         check_same("untouched", new.weight.detach().tolist(), [[7.0] * 3] * 2)
+
+    def test_a_save_names_what_its_own_model_cannot_load(self) -> None:
+        """In the foreground and in the background; a model whose buffer has memory of its own loads it."""
+        words = "cannot load them, because their elements share memory (expand): mask: register its .contiguous() in the model"
+        for name, save in (("save", fsdp_optim.save), ("async_save", saved_in_background)):
+            with log_texts(logging.WARNING) as told:
+                save(self.folder / name, Masked(), options=QUICK)
+            check_same("warnings", [words in text for text in told], [True])
+            refused(lambda name=name: fsdp_optim.load(self.folder / name, Masked()), StateError, words.split(": ")[-1])
+            new = Masked()
+            new.mask = new.mask.contiguous().zero_()
+            with log_texts(logging.WARNING) as told:
+                fsdp_optim.load(self.folder / name, new)
+                save(self.folder / name, new, options=QUICK, overwrite=True)
+            check_same("loaded", new.mask.tolist(), Masked().mask.tolist())
+            check_same("nothing to say", told, [])
+
+    def test_one_rank_names_it(self) -> None:
+        told = run_on_ranks(warnings_of_a_save, 2, self.folder)
+        check_same("warnings of the ranks", list(map(len, told)), [1, 0])
 
     def test_tied_tensors_that_differ(self) -> None:
         """They are an error; with strict=False one of the two is loaded, and the other is named."""

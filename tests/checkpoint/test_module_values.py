@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import tempfile
+import threading
 import unittest
 from collections.abc import Callable
 from functools import partial
@@ -334,6 +336,45 @@ class ModuleValuesTest(unittest.TestCase):
         fsdp_optim.load(self.path, target)
         check_same("both", [values["scale"] for values in values_of(target)], [values_of(model)[0]["scale"]] * 2)
 
+    def test_no_two_modules_share_a_value(self) -> None:
+        """What a module does after a load changes no other module, where one stored value is for several of them."""
+        model = nn.Sequential(*[Scaled(2, 2)] * 2)
+        give(model, 4)
+        fsdp_optim.save(self.path, model)
+        target = nn.Sequential(Scaled(2, 2), Scaled(2, 2))
+        fsdp_optim.load(self.path, target)
+        wanted = copy.deepcopy(target[1].told)
+        go_on(target[0])
+        check_same("another place", target[1].told, wanted)
+        stages = [TwinStage(0), TwinStage(1)]
+        fsdp_optim.save(self.path, stages, overwrite=True)
+        fsdp_optim.load(self.path, stages)
+        wanted = copy.deepcopy(stages[1].scaled.told)
+        go_on(stages[0].scaled)
+        check_same("another stage", stages[1].scaled.told, wanted)
+
+    def test_a_gathered_value_is_a_copy(self) -> None:
+        model = Deep()
+        model.outer.told["lists"] = [[1]]
+        full = fsdp_optim.gather_full_model_state_dict(model)
+        wanted = copy.deepcopy(full)
+        go_on(model.outer)
+        model.inner[1].blocks += 1
+        check_same("gathered", full, wanted)
+        layer, target = Scaled(2, 2), Scaled(2, 2)
+        full = fsdp_optim.gather_full_model_state_dict(layer)
+        wanted = copy.deepcopy(full)
+        fsdp_optim.scatter_full_model_state_dict(target, full)
+        go_on(target)
+        check_same("loaded", full, wanted)
+
+    def test_a_value_without_a_copy(self) -> None:
+        model = Deep()
+        model.outer.told = {"lock": threading.Lock()}
+        kind, text = error_text(lambda: fsdp_optim.gather_full_model_state_dict(model))
+        check_same("kind", kind, "StateError")
+        self.assertIn("outer._extra_state: is a dict that cannot be copied: TypeError: cannot pickle", text)
+
     def test_what_changes_after_async_save_returns(self) -> None:
         model = Deep()
         give(model, 2)
@@ -380,6 +421,31 @@ class ModuleValuesTest(unittest.TestCase):
         kind, text = error_text(partial(fsdp_optim.load, self.path, target))
         check_same("named", (kind, "extra/model.safetensors" in text), ("CheckpointError", True))
         check_same("as before", values_of(target), had)
+
+
+class TwinStage(nn.Module):
+    """A pipeline stage that has a module of its own beside one that all stages have."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.scaled = Told()
+        self.register_parameter(f"weight{number}", nn.Parameter(torch.ones(2)))
+
+
+class Told(Scaled):
+    """Without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, False)
+        del self.weight
+
+
+def go_on(module: Any) -> None:
+    """Change the extra state of a module in place."""
+    module.told["scale"] += 1
+    module.told["more"] = True
+    for listed in module.told.get("lists", ()):
+        listed.append(2)
 
 
 def raising_save(module: Any, *args: Any) -> None:

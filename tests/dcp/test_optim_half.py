@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
 import unittest
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from kit.folders import InFolder
 from parameterized import parameterized
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import fsdp_optim
@@ -233,6 +236,15 @@ class Factored(torch.optim.Optimizer):
             }
 
 
+class Counted(torch.optim.Optimizer):
+    """State of numbers alone."""
+
+    def __init__(self, model: nn.Module, count: int) -> None:
+        super().__init__(model.parameters(), {"lr": 0.5 - count / 100})
+        for param in model.parameters():
+            self.state[param] = {"count": count}
+
+
 class OptimHalfTest(InFolder):
     def test_on_ranks(self) -> None:
         run_on_ranks(on_ranks, WORLD, self.root)
@@ -307,6 +319,33 @@ class OptimHalfTest(InFolder):
             check_same(f"dcp.load of {place}", tree, tree_of(model, optim), in_order=False)
             loaded = [tensor for tensor in leaves(tree) if isinstance(tensor, torch.Tensor)]
             self.assertTrue(all(a is b for a, b in zip(held, loaded, strict=True)))
+
+    @parameterized.expand(itertools.product(("nested", "flattened"), ("no state", "numbers")))
+    def test_without_tensors_of_state(self, name: str, kind: str) -> None:
+        """An optimizer whose state has no tensors, alone in the tree and beside tensors of the trainer."""
+        tree_of = nested if name == "nested" else flattened
+
+        def made(rate: float, count: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+            model = nn.Linear(3, 2)
+            return model, torch.optim.SGD(model.parameters(), lr=rate) if kind == "no state" else Counted(model, count)
+
+        model, optim = made(0.05, 5)
+        wanted = dcp.get_state_dict(model, optim)
+        for place, more in (("alone", {}), ("beside", {"ema": {"w": torch.ones(3)}})):
+            tree = {**tree_of(model, optim, get=dcp.get_state_dict), **more}
+            options = dataclasses.replace(QUIET, fingerprint=True)
+            dcp.save(tree, checkpoint_id=self.root / place, no_dist=True, options=options)
+            other, other_optim = made(0.5, 0)
+            result = fsdp_optim.load(self.root / place, other, other_optim)
+            check_same(f"{place}: missing", result.missing_keys, ())
+            check_same(f"{place}: fsdp_optim.load", dcp.get_state_dict(other, other_optim), wanted)
+            for planner in (None, DefaultLoadPlanner()):
+                into = {**tree_of(*made(0.5, 0), get=dcp.get_state_dict), **emptied(more)}
+                dcp.load(into, checkpoint_id=self.root / place, planner=planner, no_dist=True)
+                check_same(f"{place}: dcp.load, {planner}", into, tree, in_order=False)
+        fsdp_optim.save(self.root / "own", model, optim, state={"step": 7}, options=QUIET)
+        differences = fsdp_optim.diff(self.root / "own", self.root / "alone")
+        self.assertTrue(differences.equal, differences)
 
     def test_tied_weights_and_extra_state(self) -> None:
         """Names of one tensor, and what modules add to their state dicts, in the tree of a checkpoint of fsdp_optim.save."""

@@ -152,15 +152,16 @@ class StoredModuleValues:
             live = self.local.values.get(fqn)
             taker = self.local.extra_state_loader_of(fqn) if live is None else None
             if live is not None:
-                modules = (live.module, *(twin.module for twin in live.stage_copies))
-                key, value = live.key, _on_device_of(live.value, value)
+                modules, key = (live.module, *(twin.module for twin in live.stage_copies)), live.key
             elif taker is not None:
                 modules, key = taker[:1], taker[1]
             else:
                 continue
             for module in modules:
                 version = self.stored[fqn][0] if as_saved else getattr(module, "_version", None)
-                by_module.setdefault(module, (fqn.removesuffix(key).rstrip("."), {}, version))[1][key] = value
+                copied = detached_copy(value)  # a module may keep it, and change it
+                taken = _on_device_of(live.value, copied) if live is not None else copied
+                by_module.setdefault(module, (fqn.removesuffix(key).rstrip("."), {}, version))[1][key] = taken
         for module, (path, its_values, version) in by_module.items():
             put(module, its_values, path, version)
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,48 @@ from fsdp_optim.checkpoint.common.contents import SavedHalf, SavedValue, with_di
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.index import SavedOptim
 from fsdp_optim.formats.base.protocols import StoredTensor
-from fsdp_optim.formats.base.tree_values import InFile, leaves_of, with_leaves
+from fsdp_optim.formats.base.tree_values import BRANCHES, InFile, items_of, leaves_of, with_leaves
 from fsdp_optim.layout import Shape, Whole, cut_of
-from fsdp_optim.state.dicts.torch_trees import GROUPS, STATE, OptimFace, Place, ReadFace
+from fsdp_optim.state.dicts.torch_trees import GROUPS, MODEL, MODEL_KEYS, STATE, OptimFace, Place, ReadFace
 from fsdp_optim.state.values.kinds import Evidence, Kind, infer_kind, observation_of
 from fsdp_optim.tensors.memory import detached_copy, dtype_name
+
+
+@dataclass(frozen=True)
+class TreeModel:
+    """The model in the trees of a save.
+
+    Attributes:
+        place: the keys that lead to its dict; empty where its tensors are at the top.
+        shapes: those of its weights, by FQN.
+        renamed: gives the names of parameters in the checkpoint.
+    """
+
+    place: Place
+    shapes: Mapping[str, Shape]
+    renamed: Callable[[str], str]
+
+    def has(self, face: OptimFace, listed: Collection[str], values: Mapping[str, Any]) -> bool:
+        """Return whether an optimizer's dict is this model's and no other's: an average of the weights has the same names.
+
+        It is if the two are side by side, and if no other dict has the names of its parameters, which are `listed`.
+        """
+        above = self.place[:-1]
+        others = list(_places_of(listed, values, face.place))
+        if face.place[:-1] != above:
+            return not others
+        rivals = [place for place in others if place[:-1] == above and (not place or place[-1] in MODEL_KEYS)]
+        return not rivals or self.place[-1:] == (MODEL,)
+
+
+def _places_of(names: Collection[str], tree: Any, left_out: Place, place: Place = ()) -> Iterator[Place]:
+    """Yield the places in a tree that have tensors with all of some names, but for a place that is left out."""
+    if type(tree) not in BRANCHES or place == left_out:
+        return
+    if isinstance(tree, Mapping) and all(isinstance(tree.get(name), InFile) for name in names):
+        yield place
+    for key, item in items_of(tree):
+        yield from _places_of(names, item, left_out, (*place, key))
 
 
 @dataclass(frozen=True)
@@ -47,28 +84,30 @@ class OptimTree:
     def of(
         cls,
         values: Mapping[str, Any],
-        trees: SavedHalf,
+        trees: SavedHalf | None,
         tensors: Mapping[str, torch.Tensor],
-        shapes: Mapping[str, Shape],
-        renamed: Callable[[str], str],
+        model: TreeModel,
     ) -> OptimTree | None:
-        """Find the optimizer of a model. None where no dict or several have its form, and where one has what no optimizer has.
+        """Find the optimizer of a model.
+
+        None where no dict or several have its form, and where one has what no optimizer has, or may be that of other weights.
 
         Args:
-            values: the trees of all ranks.
-            trees: their tensors.
+            values: the trees of all ranks, without the model's dict.
+            trees: their tensors; None: they have none.
             tensors: those of this rank, by key.
-            shapes: of the model's weights, by FQN.
-            renamed: gives the names of parameters in the checkpoint.
+            model: the model.
         """
-        faces = OptimFace.all_in(values)
+        faces, shapes = OptimFace.all_in(values), model.shapes
         known = [
             (face, read) for face in faces if (read := ReadFace.of(face, face.dict_in(values), shapes)) is not None
         ]
         if len(known) != 1:
             return None
         face, optim = known[0]
-        by_key = {value.stored_name: value for value in trees.tensors}
+        if not model.has(face, {fqn for _, fqns in optim.hypers for fqn in fqns}, values):
+            return None
+        by_key = {value.stored_name: value for value in trees.tensors} if trees is not None else {}
         in_files: dict[tuple[str, Any], SavedValue] = {}
         for fqn, entries in optim.state.items():
             for name, entry in entries.items():
@@ -81,7 +120,7 @@ class OptimTree:
         if not all(isinstance(by_key[key].placement, Whole) for key in inside):
             return None
         named = [
-            structs.replace(value, stored_name=f"{STATE}.{renamed(fqn)}.{name}", of_optim=(fqn, str(name)))
+            structs.replace(value, stored_name=f"{STATE}.{model.renamed(fqn)}.{name}", of_optim=(fqn, str(name)))
             for (fqn, name), value in in_files.items()
         ]
         listed = {fqn: tuple(shapes[fqn]) for _, fqns in optim.hypers for fqn in fqns}

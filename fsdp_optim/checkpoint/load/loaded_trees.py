@@ -15,7 +15,7 @@ from fsdp_optim.checkpoint.common.trees import is_tree_tensor, shown
 from fsdp_optim.errors import StateError, WrapperError, counted_noun, shortened
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.tree_values import BRANCHES, InFile, items_of, leaves_of
-from fsdp_optim.tensors.elements import MOST_DEEP, is_on_meta
+from fsdp_optim.tensors.elements import MOST_DEEP, is_on_meta, shares_elements
 from fsdp_optim.tensors.memory import dtype_name, dtype_named, is_plain
 
 _MOST_NAMED = 20  # differences in one error
@@ -111,9 +111,9 @@ class LoadedTrees:
             self._differs(name, path, f"shape {list(shape)}", f"{list(tensor.shape)}")
         elif saved != dtype and not self._is_castable(tensor, saved):
             self._differs(name, path, saved, dtype)
-        elif is_plain(tensor) and _shares_elements(tensor):
+        elif is_plain(tensor) and shares_elements(tensor):
             self._differences.append(
-                f"{shown((name, *path))}: its elements share memory (expand), so it cannot be filled"
+                f"{shown((name, *path))}: its elements share memory (expand), so it cannot be filled: give its .contiguous()"
             )
         else:
             return True
@@ -154,10 +154,6 @@ def asked_of(saved: Any, tree: Any) -> Any:
     if isinstance(saved, (list, tuple)) and isinstance(tree, (list, tuple)) and len(saved) == len(tree):
         return type(saved)([asked_of(item, other) for item, other in zip(saved, tree, strict=True)])
     return saved
-
-
-def _shares_elements(tensor: torch.Tensor) -> bool:
-    return any(num > 1 and not step for num, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _tensors_of(tree: Any, depth: int = 0) -> list[tuple[tuple[Any, ...], torch.Tensor]]:

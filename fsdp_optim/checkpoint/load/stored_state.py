@@ -143,7 +143,8 @@ def _optims_in_trees(index: CheckpointIndex) -> str:
     named = " and ".join(map(shown, places))
     return (
         f" of its model; {named} among the values of the trainer may be one: dcp.save stores one dict as the model's optimizer, "
-        "with names of parameters that the model's dict has, and without dicts of tensors as their state: load it with dcp.load"
+        "with names of parameters that the model's dict has, beside it where other dicts have these names too, and without dicts "
+        "of tensors as their state: load it with dcp.load"
     )
 
 

@@ -15,6 +15,7 @@ from fsdp_optim.checkpoint.common.casting import cast_state, castable, merged, s
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, WEIGHT, check_not_empty, weights_of
 from fsdp_optim.checkpoint.common.kept_fusions import KeptFusions
 from fsdp_optim.checkpoint.common.module_values import StoredModuleValues
+from fsdp_optim.checkpoint.common.shared_elements import OF_ITS_OWN
 from fsdp_optim.checkpoint.load.matching import (
     differing_tied_copies,
     find_stored,
@@ -42,6 +43,7 @@ from fsdp_optim.state.live.local_dict import Flats, Shard, summarize
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.state.values.summary import Summary
+from fsdp_optim.tensors.elements import shares_elements
 from fsdp_optim.tensors.memory import dtype_name
 from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
@@ -270,13 +272,10 @@ def _check_model(
         shape = global_state.params[fqn].placement.shape
         param = by_fqn.get(fqn)
         held = param.handle.as_value() if param is not None else None
-        steps = held.stride() if held is not None else ()
-        if (
-            held is not None
-            and 0 in steps
-            and any(n > 1 and not step for n, step in zip(held.shape, steps, strict=True))
-        ):
-            differences.append(f"{fqn}: its elements share memory in the model (expand), so it cannot be written to")
+        if held is not None and shares_elements(held):
+            differences.append(
+                f"{fqn}: its elements share memory in the model (expand), so it cannot be written to: {OF_ITS_OWN}"
+            )
         if shape != tensor.shape:
             differences.append(f"{fqn}: shape {list(tensor.shape)} in the checkpoint, {list(shape)} in the model")
         dtype = dtype_name(held.dtype) if held is not None else tensor.dtype

@@ -14,6 +14,7 @@ from fsdp_optim.checkpoint.common.contents import LEFT_OUT, RECORDS, HalvesEnd, 
 from fsdp_optim.checkpoint.common.optim_description import describe, small_values, stored_tensors
 from fsdp_optim.checkpoint.common.printing import Place, objects_of, scalars_of
 from fsdp_optim.checkpoint.common.run_state import refuse_sharded
+from fsdp_optim.checkpoint.common.shared_elements import warn_of_shared_elements
 from fsdp_optim.checkpoint.common.trees import read_trees
 from fsdp_optim.checkpoint.save.file_plan import FilePlan
 from fsdp_optim.checkpoint.save.loadable_check import prove_loadable
@@ -71,6 +72,7 @@ class SaveContents(Struct, frozen=True):
         weights = read_weights(
             reader, group, options, options.call, about, which=options.weights, saved_as=options.weights_dtype
         )
+        warn_of_shared_elements(weights, group.rank)
         state = None
         if optim is not None:
             state = read_state(reader, optim, group, options, options.call, about, fused_state=options.fused_state)
@@ -86,13 +88,17 @@ class SaveContents(Struct, frozen=True):
         trees, optim_tree = None, None
         if options.state.is_given and writer.writes_trees:  # the same on all ranks
             common, trees, tensors = read_trees(group, common, options, options.call.on_replica_mismatch)
-            if options.tree is not None and trees is not None and weights.tensors:
-                from fsdp_optim.checkpoint.common.optim_trees import OptimTree  # other saves load no module for it
+            if options.tree is not None and weights.tensors:
+                from fsdp_optim.checkpoint.common.optim_trees import (
+                    OptimTree,
+                    TreeModel,
+                )  # other saves load no module for it
 
                 shapes = {value.fqn: value.placement.shape for value in weights.tensors}
-                optim_tree = OptimTree.of(common, trees, tensors, shapes, names)
-            if optim_tree is not None and trees is not None:
-                common, trees = optim_tree.rest_of(common), optim_tree.saved(trees)
+                optim_tree = OptimTree.of(common, trees, tensors, TreeModel(options.tree.place, shapes, names))
+            if optim_tree is not None:
+                common = optim_tree.rest_of(common)
+                trees = optim_tree.saved(trees) if trees is not None else None
         for key, value in common.items():
             refuse_sharded(f"state[{key!r}]", value)
         return cls(

@@ -10,5 +10,5 @@ Torch calls, on a save (writer.py):
 
 and on a load (reader.py): `read_metadata` (torch_metadata.py: the index as torch's metadata), `prepare_local_plan`,
 `prepare_global_plan`, `read_data`. at_path.py has what both have in common; saved_values.py turns torch's bytes into plain
-values, and back.
+values, and back; model_places.py says where the model belongs in a state dict that has several.
 """

@@ -22,6 +22,7 @@ from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import name_of, store_at
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, StoredValue
 from fsdp_optim.dcp.storage.at_path import AtPath
+from fsdp_optim.dcp.storage.model_places import ModelPlaces
 from fsdp_optim.dcp.storage.saved_values import bytes_with
 from fsdp_optim.dcp.storage.torch_metadata import RawBytes, TorchKeys
 from fsdp_optim.errors import CheckpointError
@@ -76,7 +77,7 @@ class Reader(AtPath, StorageReader):
     ) -> None:
         super().__init__()
         self._path = path
-        self._names = model, optim
+        self._names: tuple[str | ModelPlaces | None, str | None] = model, optim
         self._verifies, self._allow_pickle = verify, allow_pickle
         self._budget = Budget(bucket_nbytes, "elements that are copied or cast")
         self.load_id = str(uuid.uuid4())
@@ -155,6 +156,13 @@ class Reader(AtPath, StorageReader):
         opened, self._open, self._of_torch = self._open, None, None
         if opened is not None:
             opened.close()
+
+
+def reader_for(path: str | os.PathLike[str], models: ModelPlaces, optim: str | None) -> Reader:
+    """Return a Reader of a checkpoint for a state dict that has these models, and whose optimizer has this key."""
+    reader = Reader(path)
+    reader._names = models if models.names else None, optim
+    return reader
 
 
 def _is_of_torch(store: Store) -> bool:

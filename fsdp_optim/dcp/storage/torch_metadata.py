@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdp_optim.checkpoint.common.contents import RECORDS
+from fsdp_optim.dcp.storage.model_places import ModelPlaces, record_of
 from fsdp_optim.dcp.storage.saved_values import at_path
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.dcp.values import flattened, key_of
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, StoredTensor
-from fsdp_optim.formats.base.records import PLANNED
 from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.tensors.memory import dtype_named
 
@@ -56,21 +56,25 @@ class TorchKeys:
     save_id: str | None = None
 
     @classmethod
-    def of(cls, index: CheckpointIndex, *, model: str | None, optim: str | None, allow_pickle: bool) -> TorchKeys:
+    def of(
+        cls, index: CheckpointIndex, *, model: str | ModelPlaces | None, optim: str | None, allow_pickle: bool
+    ) -> TorchKeys:
         """Read the keys of a checkpoint.
 
         `model`, `optim`: the names of the model's and the optimizer's dict; "": at the top; None: as they were saved.
         """
-        keys = cls()
-        how = index.extras[PLANNED].decoded(allow_pickle=False) if PLANNED in index.extras else None
+        keys, how = cls(), record_of(index)
         tree = index.extras[COMMON].as_tree(allow_pickle=allow_pickle) if COMMON in index.extras else {}
-        how = how if isinstance(how, Mapping) else {}
         if "paths" in how:
             keys._add_planned(index, tree, how)
         else:
             for path, leaf in flattened(tree, ()) if tree else ():  # an empty dict is a value, but here it has no key
                 keys._add(path, index.trees[leaf.key] if isinstance(leaf, InFile) else leaf)
-        of_model, of_optim = _place(model, how.get("model", ["model"])), _place(optim, how.get("optim", ["optimizer"]))
+        of_model: Path | None = None
+        if isinstance(model, ModelPlaces):
+            of_model, model = model.place_of(index, {*index.weights, *index.aliases}, keys._has_below), None
+        of_model = _place(model, how.get("model", ["model"])) if of_model is None else of_model
+        of_optim = _place(optim, how.get("optim", ["optimizer"]))
         for fqn, stored in index.weights.items():
             keys._add((*of_model, fqn), stored)
         for alias, fqn in index.aliases.items():
@@ -84,6 +88,9 @@ class TorchKeys:
             saved = index.optim.decoded(allow_pickle=allow_pickle, records=RECORDS)
             keys._add_optim({**saved.full, **saved.other_keys}, of_optim)
         return keys
+
+    def _has_below(self, place: Path) -> bool:
+        return any(key.startswith(f"{key_of(place)}.") for key in self.tensors)
 
     def _add_planned(self, index: CheckpointIndex, tree: Any, how: Mapping[str, Any]) -> None:
         """Add what a `Writer` has saved, under the keys of its planner."""

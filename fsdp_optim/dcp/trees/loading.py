@@ -13,7 +13,7 @@ from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor
 from fsdp_optim.checkpoint.load import restore
-from fsdp_optim.dcp.storage.reader import Reader
+from fsdp_optim.dcp.storage.reader import reader_for
 from fsdp_optim.dcp.trees.meta_values import with_memory
 from fsdp_optim.dcp.trees.saving import place_of
 from fsdp_optim.dcp.trees.seen_tree import TreeViews
@@ -100,11 +100,8 @@ def _load_by_torch(
     if storage_reader is None:
         places = Places.in_tree(states)
         optims = [".".join(face.place) for face in places.optims]
-        storage_reader = Reader(
-            place_of(checkpoint_id),
-            model=".".join(places.model) if places.model is not None else None,
-            optim=optims[0] if len(optims) == 1 else None,
-        )
+        optim = optims[0] if len(optims) == 1 else None
+        storage_reader = reader_for(place_of(checkpoint_id), places.models, optim)
         checkpoint_id = None
     asked: dict[str, Any] = {"checkpoint_id": checkpoint_id, "process_group": process_group, "no_dist": no_dist}
     load_by_torch(states, storage_reader=storage_reader, planner=planner, **asked)

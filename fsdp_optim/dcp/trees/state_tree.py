@@ -14,9 +14,7 @@ from fsdp_optim.adapters import module_of
 from fsdp_optim.adapters.module_values import is_extra_state
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor
 from fsdp_optim.errors import StateError
-from fsdp_optim.state.dicts.torch_trees import Place, dicts_in
-
-_OF_A_MODEL = ("model", "state_dict", "model_state_dict", "module")
+from fsdp_optim.state.dicts.torch_trees import MODEL, MODEL_KEYS, OptimFace, Place, ReadFace, dicts_in
 
 
 def called(state_dict: Any) -> dict[str, Any]:
@@ -63,13 +61,13 @@ class StateTree:
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> StateTree:
-        """Find the model: the dict of tensors that is called as trainers call it, else the tensors at the top level."""
-        for place, value in dicts_in(tree):
-            if place[-1] in _OF_A_MODEL and _is_of_model(value):
-                weights = {fqn: tensor for fqn, tensor in value.items() if not is_extra_state(fqn)}
-                extra = {fqn: other for fqn, other in value.items() if fqn not in weights}
-                return cls(weights, place, _without(tree, place), extra)
-        weights = {fqn: tensor for fqn, tensor in tree.items() if _is_weight(tensor) and not is_extra_state(fqn)}
+        """Find the model: the likeliest of `models_in`."""
+        models = models_in(tree)
+        place = next(iter(models), ())
+        weights = models.get(place, {})
+        if place:
+            extra = {fqn: other for fqn, other in _dict_at(tree, place).items() if fqn not in weights}
+            return cls(weights, place, _without(tree, place), extra)
         extra = {fqn: other for fqn, other in tree.items() if weights and is_extra_state(fqn)}
         rest = {name: value for name, value in tree.items() if name not in weights and name not in extra}
         return cls(weights, (), rest, extra)
@@ -78,6 +76,39 @@ class StateTree:
     def module(self) -> nn.Module:
         """A module that has the weights, sharing their memory, and the extra state."""
         return module_of(self.weights, self.extra)
+
+
+def models_in(tree: Mapping[str, Any]) -> dict[Place, Mapping[str, torch.Tensor]]:
+    """Return the tensors of all that may be a state dict's model, by place, the likeliest first.
+
+    These are the dicts of tensors that are called as trainers call a model's, and the tensors at the top, whose place is ().
+    The likeliest is beside the dict of an optimizer whose parameters it has: an average of the weights has the same names.
+    """
+    models: dict[Place, Mapping[str, torch.Tensor]] = {
+        place: {fqn: tensor for fqn, tensor in value.items() if not is_extra_state(fqn)}
+        for place, value in dicts_in(tree)
+        if place[-1] in MODEL_KEYS and _is_of_model(value)
+    }
+    at_top = {name: tensor for name, tensor in tree.items() if _is_weight(tensor) and not is_extra_state(name)}
+    models |= {(): at_top} if at_top else {}
+    if len(models) < 2:
+        return models
+    optims = [(face, face.dict_in(tree)) for face in OptimFace.all_in(tree)]
+
+    def order(place: Place) -> tuple[bool, bool, int, bool]:
+        beside = [(face, values) for face, values in optims if face.place[:-1] == place[:-1]]
+        is_of_optim = any(ReadFace.of(face, values, models[place]) is not None for face, values in beside)
+        return not is_of_optim, not place, len(place), place[-1:] != (MODEL,)
+
+    return {place: models[place] for place in sorted(models, key=order)}
+
+
+def _dict_at(tree: Mapping[str, Any], place: Place) -> Mapping[str, Any]:
+    value: Any = tree
+    for key in place:
+        value = value[key]
+    result: Mapping[str, Any] = value
+    return result
 
 
 def _is_weight(value: object) -> bool:

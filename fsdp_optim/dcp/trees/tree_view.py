@@ -17,8 +17,9 @@ from typing import Any
 from fsdp_optim.checkpoint.common.contents import RECORDS
 from fsdp_optim.checkpoint.common.printing import prints_by_key
 from fsdp_optim.checkpoint.load.matching import renamer
+from fsdp_optim.dcp.storage.model_places import ModelPlaces
 from fsdp_optim.dcp.trees.seen_tree import TreeViews
-from fsdp_optim.dcp.trees.state_tree import StateTree
+from fsdp_optim.dcp.trees.state_tree import models_in
 from fsdp_optim.errors import StateError, shortened
 from fsdp_optim.foreign.dcp.reader import DCP, DCP_TREES, own_summary
 from fsdp_optim.formats.base.codec import Withheld
@@ -39,19 +40,18 @@ _WEIGHTS, _OPTIM = "model.", "optimizer."
 class Places:
     """The places of a model's and an optimizer's dict in a state dict.
 
-    `model`: None: it has no model. `optims`: the dicts that have the form of an optimizer's. `named`: gives the name that a
-    parameter of the checkpoint has in them.
+    `optims`: the dicts that have the form of an optimizer's. `named`: gives the name that a parameter of the checkpoint has in
+    them.
     """
 
-    model: Place | None
+    models: ModelPlaces
     optims: Sequence[OptimFace]
     named: Callable[[str], str]
 
     @classmethod
     def in_tree(cls, tree: Mapping[str, Any], rename: Rename | None = None) -> Places:
         """Find them in a state dict that is loaded. `rename`: as in `LoadOptions`."""
-        state = StateTree.of(tree)
-        return cls(state.place if state.weights else None, OptimFace.all_in(tree), renamer(rename or {}))
+        return cls(ModelPlaces(models_in(tree)), OptimFace.all_in(tree), renamer(rename or {}))
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class _WholeTree(StoredExtra):
         if MODULES in index.extras:
             for fqn, kept in index.extras[MODULES].decoded_each(allow_pickle=allow_pickle).items():
                 model[named(fqn)] = kept if isinstance(kept, Withheld) else kept[1]
-        place = self.places.model
+        place = self.places.models.place_of(index, model, partial(_has_tensors, values))
         tree = _put(values, place, model) if model and place is not None else dict(values)
         if index.optim is None:
             return tree

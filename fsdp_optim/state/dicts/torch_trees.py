@@ -18,6 +18,9 @@ STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 Place: TypeAlias = "tuple[str, ...]"
 """The keys that lead to a dict inside dicts."""
 
+MODEL, MODEL_KEYS = "model", ("model", "state_dict", "model_state_dict", "module")
+"""The keys under which trainers keep a model's dict; of several in one place the first says most."""
+
 
 def dicts_in(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Mapping[str, Any]]]:
     """Yield the dicts of the two upper levels: of `{"app": {"model": ...}}` first that of "app", then that of "model"."""
