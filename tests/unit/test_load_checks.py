@@ -123,6 +123,8 @@ def test_another_key_with_a_name_of_a_full_dict(tmp_path: Path, key: str) -> Non
         lambda: fsdp_optim.transfer_optim_state(model, optim, model, torch.optim.Adam(model.parameters())),
     ]
     for call in calls:
-        with pytest.raises(WrapperError, match=f"state_dict\\(\\) of WithKey has '{key}', .* would be lost: give them other"):
+        with pytest.raises(
+            WrapperError, match=f"state_dict\\(\\) of WithKey has '{key}', .* would be lost: give them other"
+        ):
             call()
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
