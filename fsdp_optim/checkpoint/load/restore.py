@@ -15,6 +15,7 @@ from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import Place, common_store, name_of, store_at, with_cache
+from fsdp_optim.checkpoint.load.cast_range import check_trees, check_weights
 from fsdp_optim.checkpoint.load.chosen_models import chosen_models, seen_by
 from fsdp_optim.checkpoint.load.compare import check_bitwise, check_trees_alone
 from fsdp_optim.checkpoint.load.installing import install_all, install_objects_alone
@@ -113,6 +114,10 @@ def _restore(
             with failure:
                 if failure.error is None:
                     checkpoint.check_unchanged()
+                    if options.cast:
+                        check_weights(weights)
+                    if trees is not None:
+                        check_trees(trees, objects.in_place)
                     shard = state.dict_of() if state is not None else None
                     objects.fill(checkpoint, trees.tensors(but=objects.in_place) if trees is not None else {})
             agree(group, "read", failure.error, fatal=failure.fatal)
@@ -178,6 +183,7 @@ def _restore_alone(path: Place, options: LoadArguments, format: OpenedAs, object
             stored = checkpoint.index.trees
             trees = TreeTargets.alone(world_here().rank, objects.targets, stored, objects.of_objects)
             trees.read_alone(checkpoint)
+            check_trees(trees, objects.in_place)
         objects.fill(checkpoint, trees.tensors(but=objects.in_place) if trees is not None else {})
         install_objects_alone(objects)
         if trees is not None:
