@@ -17,6 +17,7 @@ from fsdp_optim.checkpoint.common.local_extents import bytes_of
 from fsdp_optim.checkpoint.load.cast_range import check_weights
 from fsdp_optim.checkpoint.load.installing import install_all
 from fsdp_optim.checkpoint.load.reading import FlatsEnd, stored_value
+from fsdp_optim.checkpoint.load.shared_memory import check_shared
 from fsdp_optim.checkpoint.load.targets import Weights
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.formats.base.extents import Extent
@@ -90,6 +91,8 @@ def scatter_model(
         with failure:
             if failure.error is None:
                 check_weights(weights)
+                if options.call.strict:
+                    check_shared(weights, None, (), group.rank)
         agree(group, "received", failure.error, fatal=failure.fatal)
         install_all(group, weights, reader, None, shard=None, keep=(), objects=None)
     return Incompatible(weights.missing, weights.unexpected)

@@ -7,6 +7,7 @@ targets.py, matching.py       which stored tensor goes where, checked before mem
 stored_state.py               the optimizer of a checkpoint as a `FullState`
 reading.py                    the bytes that each rank reads
 cast_range.py                 cast=True makes no number infinite
+shared_memory.py              live tensors in the same memory get the same elements
 compare.py                    compare=True
 saved_state.py                the values of the trainer, as one rank has them
 loaded_objects.py             the objects in `state=`: check their names, then load them
