@@ -202,7 +202,7 @@ class LoadOptions(CallOptions):
         keep_hyperparameters: the hyperparameters whose current values stay, such as `("lr",)`.
         cast: allow weights and buffers with another floating dtype in the model than in the checkpoint. State keeps its saved
             dtype, unless the live optimizer has another dtype for it, or is an optimizer of torch.optim and the state had the
-            saved dtype of the weights: then the state follows the weights.
+            saved dtype of the weights: then the state follows the weights. A number that would become infinite is an error.
         rename: the model's names, if the checkpoint has other names: a function from a stored name to the model's name, or a
             dict of prefixes, such as `{"model.": ""}`; the longest prefix that fits is replaced.
         verify: compare the checksums of all bytes that are read. Other libraries' checkpoints have no checksums.

@@ -14,8 +14,10 @@ from fsdp_optim.checkpoint.common import module_values
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, WEIGHT, check_not_empty, checked_weights_of
 from fsdp_optim.checkpoint.common.local_extents import bytes_of
+from fsdp_optim.checkpoint.load.cast_range import check_weights
 from fsdp_optim.checkpoint.load.installing import install_all
 from fsdp_optim.checkpoint.load.reading import FlatsEnd, stored_value
+from fsdp_optim.checkpoint.load.shared_memory import check_shared
 from fsdp_optim.checkpoint.load.targets import Weights
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.formats.base.extents import Extent
@@ -109,6 +111,11 @@ def scatter_model(
         weights = Weights.agree_on_state(reader, group, given, options, about, readers=(source_rank,))
         failure = Failure()
         move(list(weights.stored_values()), _GivenEnd(given, source_rank), FlatsEnd(), group, group.budget, failure)
+        with failure:
+            if failure.error is None:
+                check_weights(weights)
+                if options.call.strict:
+                    check_shared(weights, None, (), group.rank)
         agree(group, "received", failure.error, fatal=failure.fatal)
         install_all(group, weights, reader, None, shard=None, keep=(), objects=None)
     return Incompatible(weights.missing, weights.unexpected)

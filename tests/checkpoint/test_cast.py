@@ -12,12 +12,14 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from kit.cases import expand, some
 from kit.compare import check_refused, check_same, error_text
 from kit.local_parts import local_of
 from kit.optimizers import adam
 from kit.trained import Oracle, Trained
 from kit.wrapping import cpu, snapshot
+from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
@@ -199,6 +201,104 @@ def cast_beside_absent_ones(path: str) -> None:
         full = fsdp_optim.gather_full_model_state_dict(target.model, None) or {}
         wanted = {name: other[name] if "bias" in name else value for name, value in numbers.items()}
         check_same("model", dict(sorted(full.items())), dict(sorted(wanted.items())))
+
+
+LARGE = 1e30  # more than float16 has
+NARROW = fsdp_optim.LoadOptions(cast=True, compare=True)
+
+
+def in_half(model: nn.Module) -> None:
+    model.to(torch.float16)
+
+
+def too_large(wrapper: str, folder: str) -> list[tuple[str, str]]:
+    """The errors of loads into float16; nothing is changed."""
+    with cpu():
+        target = Trained(wrapper, adam, 1, Small, in_half)
+        before, tree, errors = snapshot(target), torch.zeros(3, dtype=torch.float16), []
+        options = fsdp_optim.LoadOptions(cast=True, process_group=target.process_group)
+        for name in ("weight", "state", "tree"):
+            optim = target.optim if name == "state" else None
+            state = {"tree": tree} if name == "tree" else None
+            load = partial(fsdp_optim.load, f"{folder}/{name}", target.model, optim, state=state, options=options)
+            errors.append(error_text(load))
+            check_same("nothing is changed", (snapshot(target), tree), (before, torch.zeros_like(tree)))
+        full = torch.load(f"{folder}/full.pt") if dist.get_rank() == 0 else None
+        call = fsdp_optim.CallOptions(process_group=target.process_group)
+        errors.append(
+            error_text(
+                partial(fsdp_optim.scatter_full_model_state_dict, target.model, full, 0, cast=True, options=call)
+            )
+        )
+        check_same("nothing is changed", snapshot(target), before)
+        return errors
+
+
+class RangeTest(unittest.TestCase):
+    """A number that becomes infinite in the live dtype is refused, as it is at a save with `weights_dtype`."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+
+    @parameterized.expand(["FSDP1 flat", "FSDP2"])
+    def test_on_all_ranks(self, wrapper: str) -> None:
+        for name in ("weight", "state", "tree"):
+            oracle = Oracle(adam, 1, Small)
+            tree = torch.ones(3)
+            last = oracle.model.last.weight
+            values = {"weight": last.data, "state": oracle.optim.state[last]["exp_avg"], "tree": tree}
+            values[name].view(-1)[-1] = LARGE
+            fsdp_optim.save(self.root / name, oracle.model, oracle.optim, state={"tree": tree})
+            if name == "weight":
+                torch.save(oracle.model.state_dict(), self.root / "full.pt")
+        named = ("last.weight", "exp_avg", "tree", "last.weight")
+        for name, errors in zip(
+            named, zip(*run_on_ranks(too_large, 2, wrapper, str(self.root)), strict=True), strict=True
+        ):
+            words = (name, "would become infinite in float16", "65504")
+            check_refused(wrapper, errors, "StateError", *words)
+
+    def test_one_process(self) -> None:
+        model = nn.Linear(2, 1)
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[65519.0, float("inf")]]))
+            model.bias.fill_(float("nan"))
+        fsdp_optim.save(self.root / "fits", model, state={"tree": torch.tensor([-LARGE, 1.0])})
+        half = nn.Linear(2, 1).half()
+        fsdp_optim.load(self.root / "fits", half, options=NARROW)
+        self.assertEqual(half.weight.tolist(), [[65504.0, float("inf")]], "it is rounded to the largest number")
+        self.assertTrue(half.bias.isnan().all())
+        tree = torch.zeros(2, dtype=torch.float16)
+        for model_given in (None, half):
+            kind, text = error_text(
+                partial(fsdp_optim.load, self.root / "fits", model_given, state={"tree": tree}, options=NARROW)
+            )
+            self.assertEqual(kind, "StateError", text)
+            self.assertIn("1 element of its float32 elements would become infinite in float16", text)
+            self.assertEqual(tree.tolist(), [0, 0])
+        with torch.no_grad():
+            model.weight.fill_(65520.0)
+        fsdp_optim.save(self.root / "fits", model, overwrite=True)
+        kind, text = error_text(partial(fsdp_optim.load, self.root / "fits", half, options=NARROW))
+        self.assertIn("weight on rank 0: 2 elements of its float32 elements would become infinite in float16", text)
+        self.assertEqual(half.weight.tolist(), [[65504.0, float("inf")]])
+
+    @parameterized.expand([(is_saved, cast) for is_saved in (True, False) for cast in (True, False)])
+    def test_packed_numbers(self, is_saved: bool, cast: bool) -> None:
+        """torch converts neither to them nor from them, which a load says before it changes anything."""
+        packed, plain = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), torch.zeros(4)
+        model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+        model.register_buffer("numbers", packed if is_saved else plain)
+        other.register_buffer("numbers", plain if is_saved else packed)
+        fsdp_optim.save(self.root / "step", model)
+        before = other.weight.clone()
+        options = fsdp_optim.LoadOptions(cast=cast)
+        kind, text = error_text(partial(fsdp_optim.load, self.root / "step", other, options=options))
+        self.assertEqual(kind, "StateError", text)
+        self.assertIn("nothing was loaded. 1 difference:\nnumbers: float", text)
+        self.assertTrue(torch.equal(other.weight, before))
 
 
 class AbsentTest(unittest.TestCase):

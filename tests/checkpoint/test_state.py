@@ -13,6 +13,7 @@ from kit.folders import InFolder
 from kit.optimizers import adam
 from kit.trained import Trained
 from kit.wrapping import cpu
+from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
@@ -172,6 +173,25 @@ class OlderVersionsTest(unittest.TestCase):
     def test_a_users_own_values_that_look_alike(self) -> None:
         self.assertEqual(_named({"a": 1}, {"rank": 3}), ({"a": 1}, {"rank": 3}))
         self.assertEqual(_named({}, {"rank": 3, "state": {"x": 1}}), ({}, {"rank": 3, "state": {"x": 1}}))
+
+
+class LikeAnOldManagersTest(Saving):
+    """Names of the trainer's own that older versions of a manager used too: they are kept, in every format."""
+
+    @parameterized.expand([("safetensors",), ("dcp",), ("torch",), ("torch_file",)])
+    def test_names(self, format: str) -> None:
+        own = {"rank": 0, "state": {"x": 1}, "random": {"python": 1, "torch": 2}}
+        names = {name: fsdp_optim.per_rank(value) for name, value in own.items()}
+        model = nn.Linear(3, 2)
+        fsdp_optim.save(self.path, model, state={**names, "all": 7}, options=QUIET)
+        if format != "safetensors":
+            options = fsdp_optim.ConvertOptions(durable=False)
+            fsdp_optim.convert(self.path, self.root / "new", format=format, options=options)
+        path = self.path if format == "safetensors" else self.root / "new"
+        for given in (None, {**dict.fromkeys(names, fsdp_optim.per_rank(None)), "all": None}):
+            result = fsdp_optim.load(path, model, state=given)
+            check_same(format, dict(result.state), {"all": 7, **own}, in_order=False)
+            check_same("of all ranks", [dict(values) for values in result.all_ranks], [own], in_order=False)
 
 
 def save_on_ranks(path: Path) -> None:

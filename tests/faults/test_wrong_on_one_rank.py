@@ -85,6 +85,10 @@ def not_a_state_dict(saved: Any) -> None:
     del saved["param_groups"]
 
 
+def key_of_a_full_dict(saved: Any) -> None:
+    saved["num_padded"] = {"first": 1}
+
+
 WRONG_STATES: list[tuple[Callable[[Any], None], str, list[str]]] = [
     (no_state, "StateError", ["first.weight", "no state"]),
     (one_without_state, "StateError", ["middle.0.weight", "no state"]),
@@ -96,8 +100,9 @@ WRONG_STATES: list[tuple[Callable[[Any], None], str, list[str]]] = [
     (other_lr, "StateError", ["lr", "0.01", "0.5"]),
     (unreadable, "RankError", ["the disk of this rank is on fire"]),
     (not_a_state_dict, "WrapperError", ["param_groups"]),
+    (key_of_a_full_dict, "WrapperError", ["'num_padded'", "would be lost"]),
 ]
-WRONG_FOR_SCATTER = [case for case in WRONG_STATES if case[0] in (unreadable, not_a_state_dict)]
+WRONG_FOR_SCATTER = [case for case in WRONG_STATES if case[0] in (unreadable, not_a_state_dict, key_of_a_full_dict)]
 
 
 def flat_net() -> tuple[Any, Any]:

@@ -6,7 +6,7 @@ Written by torch and by torchtitan's own trainer and manager; what is converted 
 from __future__ import annotations
 
 import unittest
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,92 @@ class GroupsTest(SharedFolder):
         )
         full = torch.load(self.root / "equal.pt", weights_only=True)["optimizer"]
         self.assertEqual(len(full["param_groups"]), 1)
+
+
+class Sized(torch.optim.Optimizer):
+    """Its only value has the shape of its parameter, under a name that torch.optim does not have; some begin without it."""
+
+    def __init__(self, params: Any, without: Sequence[nn.Parameter] = ()) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.without = {id(param) for param in without}
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if id(param) not in self.without:
+                    self.state[param]["mean"] = torch.full_like(param, float(param.numel()))
+
+
+class Shaped(Sized):
+    """Its value has a shape of its own, of as many dimensions as it takes."""
+
+    def __init__(self, params: Any, shape_of: Callable[[torch.Size], Sequence[int]]) -> None:
+        super().__init__(params)
+        self.shape_of = shape_of
+
+    def step(self) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["mean"] = torch.ones(*self.shape_of(param.shape))
+
+
+class OrderOfIdsTest(SharedFolder):
+    """A file of torch with ids alone, from an optimizer that lists its parameters in another order than the model."""
+
+    def setUp(self) -> None:
+        shapes = {"a": (4, 4), "b": (4, 3), "c": (5,), "d": (2,)}
+        self.model = nn.ParameterDict({name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()})
+
+    def file_of(self, optim: torch.optim.Optimizer) -> Path:
+        optim.step()
+        torch.save({"model": self.model.state_dict(), "optimizer": optim.state_dict()}, self.root / "file.pt")
+        return self.root / "file.pt"
+
+    def convert(self, file: Path, **given: Any) -> None:
+        options = fsdp_optim.ConvertOptions(
+            **QUIET, **{key: given.pop(key) for key in [*given] if key == "param_names"}
+        )
+        fsdp_optim.convert(file, self.root / "own", overwrite=True, options=options, **given)
+
+    @parameterized.expand([("all",), ("but one",), ("by a load",)])
+    def test_refused(self, which: str) -> None:
+        params = dict(self.model.items())
+        order = ["c", "b", "d", "a"]
+        optim = Sized([params[name] for name in order], [params["b"]] if which == "but one" else [])
+        file = self.file_of(optim)
+        with self.assertRaisesRegex(
+            StateError, r"a: mean has shape \[5\] .* \[4, 4\], .* count .* another order.*param_names="
+        ):
+            if which == "by a load":
+                fsdp_optim.load(file, self.model, Sized(params.values()))
+            else:
+                self.convert(file, model=self.model)
+        self.convert(file, param_names=order)
+        target = Sized(params.values())
+        fsdp_optim.load(self.root / "own", self.model, target)
+        for name, param in params.items():
+            check_same(name, dict(target.state[param]), dict(optim.state[param]))
+
+    @parameterized.expand(
+        [
+            ("rows, which are those of biases", lambda shape: shape[:1]),
+            ("factors", lambda shape: (shape[0], shape[0])),
+            ("transposed", lambda shape: shape[::-1]),
+            ("flat", lambda shape: (shape.numel(),)),
+        ]
+    )
+    def test_shapes_of_their_own(self, _: str, shape_of: Callable[[torch.Size], Sequence[int]]) -> None:
+        self.model = nn.ParameterDict(
+            {
+                name: nn.Parameter(torch.ones(shape))
+                for name, shape in {"a": (4, 3), "b": (4,), "c": (3, 4), "d": (4, 4)}.items()
+            }
+        )
+        optim = Shaped(self.model.parameters(), shape_of)
+        self.convert(self.file_of(optim), model=self.model)
+        target = Shaped(self.model.parameters(), shape_of)
+        fsdp_optim.load(self.root / "own", self.model, target)
+        for name, param in self.model.items():
+            check_same(name, dict(target.state[param]), dict(optim.state[param]))
 
 
 class UnflattenTest(unittest.TestCase):

@@ -210,3 +210,19 @@ class RefusedTest(unittest.TestCase):
         self.refused(StateError, "e.weight", units={"e": ["e.weight"]})
         self.refused(StateError, "twice", units={"": ["a.weight", "a.weight"]})
         self.refused(StateError, "units must be", units={"": "a.weight"})
+
+    @parameterized.expand(["model", "last_optimizer_state", "shard_metadata", "fsdp_metadata"])
+    def test_values_by_the_names_of_parts_of_the_files(self, name: str) -> None:
+        """A rank's own value as well as one of all ranks: beside the part of the file it would be lost."""
+        units = {"": ["a.weight", "a.bias", "b.weight", "b.bias", "c.weight", "c.bias"]}
+        self.model.double()  # one dtype, which fairscale needs
+        for value, whose in ((fsdp_optim.per_rank({"x": 5}), " of rank 0"), ({"x": 5}, "")):
+            fsdp_optim.save(
+                self.root / "src",
+                self.model,
+                state={name: value, "other": fsdp_optim.per_rank(6)},
+                overwrite=True,
+                options=fsdp_optim.SaveOptions(durable=False),
+            )
+            words = f"the trainer's value {name!r}{whose} has the name of a part of fairscale's files: save it under another"
+            self.refused(CheckpointError, words, units=units)

@@ -135,6 +135,25 @@ def test_conv1d_is_transposed_as_peft_does(tmp_path: Path) -> None:
     check_equal(tmp_path / "out", merged_by_peft(base, adapter, torch.float32))
 
 
+def test_biases_of_saved_modules(tmp_path: Path) -> None:
+    """PEFT saves them three times, and reads those under the module's own name."""
+    base = save_base(tmp_path / "base", gpt2())
+    config: dict[str, Any] = {"r": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True}
+    adapter = save_adapter(tmp_path / "adapter", gpt2(), bias="all", modules_to_save=["c_proj"], **config)
+    file = adapter / "adapter_model.safetensors"
+    read = load_file(file)
+    again = [name for name in read if ".modules_to_save." in name or ".original_module." in name]
+    assert len(again) == 8
+    save_file({**read, again[0]: read[again[0]] + 1}, file)
+    done = fsdp_optim.merge_adapter(base, adapter, tmp_path / "out", options=SMALL)
+    check_equal(tmp_path / "out", merged_by_peft(base, adapter, torch.float32))
+    assert done.num_replaced == sum("lora_" not in name for name in read) - len(again)
+    own_name = again[0].replace(".modules_to_save", "").replace(".original_module", "")
+    save_file({name: tensor for name, tensor in read.items() if name != own_name}, file)
+    with pytest.raises(StateError, match=f"{again[0]} is in .* is not in "):
+        fsdp_optim.merge_adapter(base, adapter, tmp_path / "none", options=SMALL)
+
+
 def test_own_checkpoint_as_base_keeps_its_aliases_and_loses_its_optimizer(tmp_path: Path) -> None:
     model = llama(tied=True)
     fsdp_optim.save(tmp_path / "base", model, torch.optim.Adam(model.parameters()))

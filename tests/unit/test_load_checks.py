@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ import torch
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import CheckpointError, StateError
+from fsdp_optim import CheckpointError, StateError, WrapperError
 from fsdp_optim.checkpoint.load.compare import _CompareEnd
 from fsdp_optim.checkpoint.load.reading import StoredValue
 from fsdp_optim.checkpoint.load.stored_state import StoredState
 from fsdp_optim.layout import Whole
 from fsdp_optim.move import Slice
 from fsdp_optim.plugins import StoredTensor
+from fsdp_optim.state.dicts import NON_PARAM_STATE
 
+NOT_DURABLE = fsdp_optim.SaveOptions(durable=False)
 SAVED = torch.arange(6, dtype=torch.float32)
 
 
@@ -90,3 +93,38 @@ def test_another_key_that_was_not_loaded(tmp_path: Path) -> None:
     optim.loss_scale = 4.0
     with pytest.raises(CheckpointError, match=r"loss_scale is 4\.0 in the live optimizer, but 2\.0 was saved"):
         fsdp_optim.load(tmp_path / "step", model, optim, options=fsdp_optim.LoadOptions(compare=True))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("kinds", "fqns", "num_padded", "optimizer_class", "param_id_map", "local_ids", "uncollected_local_ids"),
+        *("unknown_order", NON_PARAM_STATE),
+    ],
+)
+def test_another_key_with_a_name_of_a_full_dict(tmp_path: Path, key: str) -> None:
+    """Every call that reads the optimizer refuses it: beside the library's own key of this name it would be lost."""
+
+    class WithKey(torch.optim.Adam):
+        def state_dict(self) -> Any:
+            return {**super().state_dict(), key: {"a": 1}}
+
+    model = nn.Linear(3, 2)
+    fsdp_optim.save(tmp_path / "step", model, torch.optim.Adam(model.parameters()), options=NOT_DURABLE)
+    full = fsdp_optim.gather_full_optim_state_dict(model, torch.optim.Adam(model.parameters()), None)
+    optim = WithKey(model.parameters())
+    calls: list[Callable[[], Any]] = [
+        lambda: fsdp_optim.save(tmp_path / "new", model, optim, options=NOT_DURABLE),
+        lambda: fsdp_optim.load(tmp_path / "step", model, optim),
+        lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, None),
+        lambda: list(fsdp_optim.iter_full_optim_state(model, optim, None)),
+        lambda: fsdp_optim.scatter_full_optim_state_dict(model, optim, full, 0),
+        lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, full),
+        lambda: fsdp_optim.transfer_optim_state(model, optim, model, torch.optim.Adam(model.parameters())),
+    ]
+    for call in calls:
+        with pytest.raises(
+            WrapperError, match=f"state_dict\\(\\) of WithKey has '{key}', .* would be lost: give them other"
+        ):
+            call()
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]

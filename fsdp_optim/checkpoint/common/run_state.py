@@ -22,6 +22,12 @@ RESERVED = "fsdp_optim."
 RANDOM = f"{RESERVED}rng"
 """The name of a rank's random states among its values."""
 
+BY_NAME = f"{RESERVED}by_name"
+"""Among a rank's values, where their names alone look like those of an older version's manager: it is the trainer's own names."""
+
+OLD_STATE, OLD_RANK, OLD_RANDOM = "state", "rank", "random"
+"""The keys under which older versions of a CheckpointManager saved the state of objects, for all ranks and for each rank."""
+
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 _MOST_TEXT = 4096  # characters of the names that ranks compare as they are
@@ -138,6 +144,8 @@ class RunState(Arguments):
         common = {name: value for name, value in values.items() if not isinstance(value, PerRank)}
         if self.rng:
             own[RANDOM] = random_states()
+        if own.keys() == {OLD_STATE, OLD_RANK, OLD_RANDOM}:
+            own[BY_NAME] = True
         return common or None, own or None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fsdp_optim.checkpoint.common.casting import can_convert, check_range
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor, shown
 from fsdp_optim.errors import StateError, WrapperError, counted_noun, shortened
 from fsdp_optim.formats.base.protocols import StoredTensor
@@ -73,6 +74,7 @@ class LoadedTrees:
                 and is_plain(live[path])
                 and self._fits(name, path, leaf.shape, dtype_name(leaf.dtype), live[path])
             ):
+                check_range(shown((name, *path)), [leaf], leaf.dtype, live[path].dtype)
                 self._small.append((live[path], leaf))
         lacking = (shown((name, *path)) for path in live if path not in saved_at and path not in small)
         self.missing += [place for place in lacking if place not in self.missing]
@@ -120,7 +122,7 @@ class LoadedTrees:
         return False
 
     def _is_castable(self, tensor: torch.Tensor, saved: str) -> bool:
-        if not (tensor.dtype.is_floating_point and dtype_named(saved).is_floating_point):
+        if not can_convert(dtype_named(saved), tensor.dtype):
             return False
         self._casts = True
         return self.cast

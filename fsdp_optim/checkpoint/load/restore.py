@@ -15,6 +15,7 @@ from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import Place, common_store, name_of, store_at, with_cache
+from fsdp_optim.checkpoint.load.cast_range import check_trees, check_weights
 from fsdp_optim.checkpoint.load.chosen_models import chosen_models, seen_by
 from fsdp_optim.checkpoint.load.compare import check_bitwise, check_trees_alone
 from fsdp_optim.checkpoint.load.installing import install_all, install_objects_alone
@@ -25,6 +26,7 @@ from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd, nbytes_o
 from fsdp_optim.checkpoint.load.receipt import receipt_of, warn_of_new_ranks
 from fsdp_optim.checkpoint.load.resharded_state import RanksHere
 from fsdp_optim.checkpoint.load.saved_state import SavedState, read_state
+from fsdp_optim.checkpoint.load.shared_memory import check_shared
 from fsdp_optim.checkpoint.load.targets import State, Weights, check_halves
 from fsdp_optim.checkpoint.load.tree_targets import TreeTargets
 from fsdp_optim.errors import StateError, WrapperError
@@ -113,6 +115,7 @@ def _restore(
             with failure:
                 if failure.error is None:
                     checkpoint.check_unchanged()
+                    _check_read(weights, trees, objects, options, group.rank)
                     shard = state.dict_of() if state is not None else None
                     objects.fill(checkpoint, trees.tensors(but=objects.in_place) if trees is not None else {})
             agree(group, "read", failure.error, fatal=failure.fatal)
@@ -133,6 +136,18 @@ def _restore(
         objects.receipt = replace(objects.receipt, num_proven=num_proven)
     warn_of_new_ranks(checkpoint, group, objects)
     return replace(result, receipt=objects.receipt)
+
+
+def _check_read(
+    weights: Weights | None, trees: TreeTargets | None, objects: LoadedObjects, options: LoadArguments, rank: int
+) -> None:
+    """Raise StateError for elements that were read and cannot be in the live tensors as they are in the checkpoint."""
+    if options.cast and weights is not None:
+        check_weights(weights)
+    if options.cast and trees is not None:
+        check_trees(trees, objects.in_place)
+    if options.call.strict:
+        check_shared(weights, trees, objects.in_place if trees is not None else (), rank)
 
 
 class _Halves(NamedTuple):
@@ -178,6 +193,7 @@ def _restore_alone(path: Place, options: LoadArguments, format: OpenedAs, object
             stored = checkpoint.index.trees
             trees = TreeTargets.alone(world_here().rank, objects.targets, stored, objects.of_objects)
             trees.read_alone(checkpoint)
+            _check_read(None, trees, objects, options, world_here().rank)
         objects.fill(checkpoint, trees.tensors(but=objects.in_place) if trees is not None else {})
         install_objects_alone(objects)
         if trees is not None:

@@ -15,7 +15,7 @@ from msgspec import Struct
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
-from fsdp_optim.checkpoint.common.run_state import RANDOM, RESERVED
+from fsdp_optim.checkpoint.common.run_state import BY_NAME, OLD_RANDOM, OLD_RANK, OLD_STATE, RANDOM, RESERVED
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.codec import Withheld
@@ -27,9 +27,6 @@ log = logging.getLogger("fsdp_optim")
 
 _EXTRA, _PER_RANK_EXTRA = "extra", "per_rank_extra"
 """The names of values that were saved without names, by older versions and by other libraries."""
-
-_OLD_STATE, _OLD_RANK, _OLD_RANDOM = "state", "rank", "random"
-"""The keys under which older versions of a CheckpointManager saved the state of objects, for all ranks and for each rank."""
 
 
 class UnreadTree(Struct, frozen=True):
@@ -240,21 +237,23 @@ def _by_name(name: str, value: Any) -> dict[str, Any]:
 def _named(common: dict[str, Any], own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The values of all ranks and those of one rank by name, whatever version has saved them."""
     if _is_old_managers(common, own):
-        in_common = common[_OLD_STATE] if isinstance(common.get(_OLD_STATE), dict) and len(common) == 1 else common
-        random = {RANDOM: own[_OLD_RANDOM]} if _OLD_RANDOM in own else {}
-        return dict(in_common), {**own[_OLD_STATE], **random}
-    return common, _by_name(_PER_RANK_EXTRA, own)
+        in_common = common[OLD_STATE] if isinstance(common.get(OLD_STATE), dict) and len(common) == 1 else common
+        random = {RANDOM: own[OLD_RANDOM]} if OLD_RANDOM in own else {}
+        return dict(in_common), {**own[OLD_STATE], **random}
+    values = _by_name(_PER_RANK_EXTRA, own)
+    values.pop(BY_NAME, None)
+    return common, values
 
 
 def _is_old_managers(common: Mapping[str, Any], own: Any) -> bool:
     """Return whether an older version's CheckpointManager or plug-in saved these values, for all ranks and for one rank."""
-    keys = {_OLD_RANK, _OLD_STATE, _OLD_RANDOM}
-    if not isinstance(own, dict) or own.keys() - keys or not isinstance(own.get(_OLD_STATE), dict):
+    keys = {OLD_RANK, OLD_STATE, OLD_RANDOM}
+    if not isinstance(own, dict) or own.keys() - keys or not isinstance(own.get(OLD_STATE), dict):
         return False
-    random = own.get(_OLD_RANDOM)
+    random = own.get(OLD_RANDOM)
     if isinstance(random, dict):
-        return type(own.get(_OLD_RANK)) is int and {"python", "torch"} <= random.keys()
-    return own.keys() == {_OLD_RANK, _OLD_STATE} and isinstance(common.get(_OLD_STATE), dict)
+        return type(own.get(OLD_RANK)) is int and {"python", "torch"} <= random.keys()
+    return own.keys() == {OLD_RANK, OLD_STATE} and isinstance(common.get(OLD_STATE), dict)
 
 
 def checked(value: Any) -> Any:

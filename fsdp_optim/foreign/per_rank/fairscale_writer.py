@@ -128,11 +128,15 @@ class FairscaleShardsWriter(Writer):
         """Take an extra into the planned files."""
         kept = values_of_modules(value) if name == MODULES else value
         check_safe(name, kept, allow_pickle=allow_pickle)
-        if name == COMMON:
+        if name != MODULES:
             kept = as_dict(kept)
-        taken = [key for key in kept if key in _RESERVED] if name == COMMON else []
-        if taken:
-            raise CheckpointError(f"the trainer's value {taken[0]!r} has the name of a part of fairscale's files")
+            taken = [key for key in kept if key in _RESERVED]
+            if taken:
+                own = "" if name == COMMON else f" of rank {_rank_in(name)}"
+                raise CheckpointError(
+                    f"the trainer's value {taken[0]!r}{own} has the name of a part of fairscale's files: save it under "
+                    "another name"
+                )
         self._extras[name] = kept
 
     def small(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:

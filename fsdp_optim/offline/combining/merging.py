@@ -31,6 +31,7 @@ from fsdp_optim.transport.agree import all_equal, all_hear, in_turn
 from fsdp_optim.transport.base import RankGroup
 
 _IN_PEFT, _BASE_LAYER = "base_model.model.", "base_layer."
+_COPIES = ("modules_to_save", "original_module")
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _EMBEDDING_A, _EMBEDDING_B = ".lora_embedding_A", ".lora_embedding_B"
 _ENDS = (_A, _B, _EMBEDDING_A, _EMBEDDING_B)
@@ -132,6 +133,8 @@ class _Fit:
                     "magnitude of DoRA: merge it with PEFT's merge_and_unload()"
                 )
             fqn = inner.replace(f".{_BASE_LAYER}", ".")
+            if fqn not in base.weights and _is_again(name, adapter):
+                continue
             if _weight_of(base, adapter, fqn, name).shape != tensor.shape:
                 raise StateError(
                     f"{name}: has the shape {list(tensor.shape)} in {adapter.where}, and {fqn} has "
@@ -143,6 +146,16 @@ class _Fit:
         pairs = {layer: _pair(base, adapter, layer, factors, config) for layer, factors in layers.items()}
         _check_directions(pairs, adapter, config)
         return cls({(False, pair.name, ""): pair for pair in pairs.values()}, replaced)
+
+
+def _is_again(name: str, adapter: CheckpointIndex) -> bool:
+    """Return whether a tensor of a module of `modules_to_save` is in the adapter under the module's own name too.
+
+    With bias="all" PEFT saves the biases of such a module three times: also those of the copy and of the original in the wrapper
+    of the module, which it does not read.
+    """
+    again = (name.replace(f".{part}.", ".", 1) for part in _COPIES if f".{part}." in name)
+    return any(other in adapter.weights for other in again)
 
 
 def _weight_of(base: CheckpointIndex, adapter: CheckpointIndex, fqn: str, name: str) -> StoredTensor:

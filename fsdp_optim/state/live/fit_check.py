@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 
@@ -184,6 +186,41 @@ def check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
                     "another model, was cut short, or its ids are in another order than the unwrapped model's parameters(): give "
                     "the dict of this model, by name if the order of its ids is in doubt"
                 )
+    _check_order(full, shapes)
+
+
+def _check_order(full: FullState, shapes: Mapping[str, Shape]) -> None:
+    """Raise StateError where the values of a name have the shapes of parameters, but of other ones than their own.
+
+    Ids that were counted in another order lead there, and nothing else shows it for a name that torch.optim does not have.
+    Values may have shapes of their own: Adafactor's rows have those of biases, Shampoo's factors those of square weights,
+    and a momentum may be transposed. So the values, all together, must have the shapes of these parameters, or of others
+    beside them and then be larger here and smaller there than their own parameter.
+    """
+    tensors: dict[object, list[tuple[str, Shape, Shape]]] = {}
+    for fqn, values in full.state.items():
+        shape = shapes.get(fqn)
+        if not shape or fqn in full.kinds:
+            continue
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and is_plain(value) and value.dim():
+                tensors.setdefault(name, []).append((fqn, tuple(value.shape), shape))
+    listed = Counter(shapes[fqn] for _, fqns in full.groups for fqn in fqns if fqn in shapes)
+    for value_name, seen in tensors.items():
+        moved = [(fqn, got, shape) for fqn, got, shape in seen if sorted(got) != sorted(shape)]
+        if not moved:
+            continue
+        stored, own = Counter(got for _, got, _ in seen), Counter(shape for *_, shape in seen)
+        is_larger, is_smaller = (
+            any(sign * (prod(got) - prod(shape)) > 0 for _, got, shape in moved) for sign in (1, -1)
+        )
+        if stored == own or (is_larger and is_smaller and stored <= listed):
+            fqn, got, shape = moved[0]
+            raise StateError(
+                f"{fqn}: {value_name} has shape {list(got)} in the full dict, the parameter has {list(shape)}, and all values of "
+                "this name have shapes of parameters of the model: the ids of the dict count the parameters in another order: "
+                "give the dict by name or, in a conversion, param_names=[...], the FQNs in the order of the ids"
+            )
 
 
 def _is_not(recorded: Kind, value: object, shape: Shape) -> bool:

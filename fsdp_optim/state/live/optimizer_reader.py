@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from msgspec import structs
 
-from fsdp_optim.errors import WrapperError, counted_noun
+from fsdp_optim.errors import WrapperError, counted_noun, shortened
 from fsdp_optim.state.dicts.full import NON_PARAM_STATE, RESERVED_KEYS
 from fsdp_optim.state.dicts.packed import LocalId, packed_ids
 from fsdp_optim.state.live.local import (
@@ -113,6 +113,7 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
     missing = {"state", "param_groups"} - set(saved)
     if missing:
         raise WrapperError(f"state_dict() of {type(optim).__name__} has no {' and no '.join(sorted(missing))}")
+    _check_names_of_keys(optim, saved)
     live, packed = optim.param_groups, saved["param_groups"]
     if len(live) != len(packed):
         raise WrapperError(
@@ -152,6 +153,18 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
         },
         classes=(OptimizerClass.of(optim),) * len(packed),
     )
+
+
+def _check_names_of_keys(optim: OptimizerLike, saved: Mapping[str, Any]) -> None:
+    """Raise WrapperError for other keys whose names have a meaning in a full dict, in which they could not be told apart."""
+    taken = (RESERVED_KEYS - {"state", "param_groups"}) | {NON_PARAM_STATE}
+    wrong = [key for key in saved if key in taken]
+    if wrong:
+        raise WrapperError(
+            f"state_dict() of {type(optim).__name__} has {shortened(map(repr, wrong))}, and a full optimizer state dict has "
+            "keys of this library by these names, so that the optimizer's own would be lost: give them other names in "
+            f"state_dict() and load_state_dict(), none of {', '.join(sorted(taken))}"
+        )
 
 
 def _hyperparameters(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
