@@ -89,10 +89,8 @@ class SaveContents(Struct, frozen=True):
         if options.state.is_given and writer.writes_trees:  # the same on all ranks
             common, trees, tensors = read_trees(group, common, options, options.call.on_replica_mismatch)
             if options.tree is not None and weights.tensors:
-                from fsdp_optim.checkpoint.common.optim_trees import (
-                    OptimTree,
-                    TreeModel,
-                )  # other saves load no module for it
+                # Other saves load no module for it.
+                from fsdp_optim.checkpoint.common.optim_trees import OptimTree, TreeModel
 
                 shapes = {value.fqn: value.placement.shape for value in weights.tensors}
                 optim_tree = OptimTree.of(common, trees, tensors, TreeModel(options.tree.place, shapes, names))
