@@ -109,7 +109,7 @@ class TracebackTest(unittest.TestCase):
                     self.assertLessEqual(len(lines), MOST_LINES, text)
                     self.assertEqual(text.count("Traceback"), 1, text)
                     own = [line for line in lines if f'File "{PACKAGE}' in line]
-                    self.assertEqual([line for line in own if "/boundary.py" not in line], [], text)
+                    self.assertEqual([line for line in own if "/boundary/tracebacks.py" not in line], [], text)
 
 
 if __name__ == "__main__":

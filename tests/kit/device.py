@@ -21,10 +21,23 @@ CPU = torch.device("cpu")
 
 _Tensor = torch.Tensor
 _READS = {_Tensor.numpy, _Tensor.data_ptr, _Tensor.tolist, _Tensor.__array__, _Tensor.__reduce_ex__, _Tensor.__dlpack__}
-_READS |= {_Tensor.untyped_storage, _Tensor.storage, _Tensor.share_memory_, _Tensor.pin_memory}
+_READS |= {_Tensor.storage, _Tensor.share_memory_, _Tensor.pin_memory}
 _CROSSES = {_Tensor.copy_, _Tensor.__setitem__, torch._foreach_copy_, _Tensor.type_as}
 _DEVICE, _IS_CPU, _IS_CUDA = _Tensor.device.__get__, _Tensor.is_cpu.__get__, _Tensor.is_cuda.__get__
 _CASTS = {_Tensor.to, _Tensor.cpu, _Tensor.cuda}
+
+
+class Place:
+    """All that the host may ask the storage of a device's tensor: where it is."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._place = storage.data_ptr()
+
+    def data_ptr(self) -> int:
+        return self._place
+
+    def __getattr__(self, name: str) -> Any:
+        raise OnHost(f"{name} of the storage of a tensor that is not in the host's memory")
 
 
 class OnHost(RuntimeError):
@@ -54,6 +67,8 @@ class Device(TorchFunctionMode):
             return func == _IS_CPU and not on_device
         if on_device and func in _READS:
             raise OnHost(f"{getattr(func, '__name__', func)} of a tensor that is not in the host's memory")
+        if on_device and func == _Tensor.untyped_storage:
+            return Place(func(*args))
         target = DEVICE if on_device else CPU
         if func in _CASTS:
             return self._cast(func, args, kwargs, is_mine=bool(on_device))

@@ -166,7 +166,7 @@ class DeviceTest(unittest.TestCase):
                 lambda: there.tolist(),
                 lambda: there.data_ptr(),
                 lambda: memoryview(there.numpy()),
-                lambda: there.untyped_storage(),
+                lambda: there.untyped_storage().tolist(),
                 lambda: pickle.dumps(there),
                 lambda: there + here,
                 lambda: torch.cat([there, here]),

@@ -85,7 +85,7 @@ def _as_one(optimizers: list[LocalOptim]) -> LocalOptim:
     unnamed = (None,) * len(hypers)
     places = tuple(map(tuple, joined))
     return LocalOptim(
-        tuple(params), hypers, tuple(ids), unnamed, other_keys, tuple(optimizers), classes, joined_groups=places
+        tuple(params), hypers, tuple(ids), unnamed, other_keys, tuple(optimizers), classes=classes, joined_groups=places
     )
 
 
