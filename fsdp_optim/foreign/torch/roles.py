@@ -14,7 +14,11 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.foreign.archive.torch_zip import TensorStub
+from fsdp_optim.foreign.archive.tree import mapped
 from fsdp_optim.foreign.torch.folder import PARTS, ROLES
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.summary import SavedRoles
@@ -104,6 +108,26 @@ def recorded_parts(where: str, value: Any, roles: SavedRoles) -> TorchParts:
         where_model=_shown((), *roles.model) if roles.model else "",
         where_optim=_shown((), *roles.optim) if roles.optim else "",
     )
+
+
+def tells_roles(halves: Mapping[str, Any], rest: Mapping[Any, Any]) -> bool:
+    """Return whether the structure of a file that is written shows its halves, which are under their keys, as what they are."""
+
+    def stored(tensor: Any) -> StoredTensor:
+        return StoredTensor("", str(tensor.dtype), tuple(tensor.shape), "", 0)
+
+    if not rest:
+        return True
+    file: Any = {**halves, **rest}
+    for kind in (TensorStub, torch.Tensor):
+        file = mapped(file, kind, stored)
+    try:
+        parts = parts_of("", file)
+    except CheckpointError:
+        return False
+    optim = parts.optims[0] if len(parts.optims) == 1 else None
+    shown = dict(zip(PARTS.values(), (parts.model, optim), strict=True))
+    return not parts.path and all(shown[key] is file.get(key) for key in shown)
 
 
 def recorded_in(value: Any) -> SavedRoles | None:

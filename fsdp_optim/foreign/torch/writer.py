@@ -25,6 +25,7 @@ from fsdp_optim.foreign.archive.torch_zip import ArchiveFrames, TensorStub
 from fsdp_optim.foreign.archive.tree import mapped
 from fsdp_optim.foreign.torch.folder import EXTRAS, NAME, ONE, PARTS, PER_RANK, ROLES, TorchFilesProbe, sequence_of
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
+from fsdp_optim.foreign.torch.roles import tells_roles
 from fsdp_optim.formats.base.checksums import join_tables
 from fsdp_optim.formats.base.description import OPAQUE, SCALAR, OptimDescription
 from fsdp_optim.formats.base.frames import joined
@@ -140,7 +141,7 @@ class TorchWriter(Writer):
         }
         kinds = {KINDS: self._kinds} if self._kinds else {}
         halves = {PARTS[half]: self._half(half, stubs) for half in tensors}
-        tree = {**halves, **self._values, **kinds, **({ROLES: [*halves]} if _may_be_taken(self._values) else {})}
+        tree = {**halves, **self._values, **kinds, **({} if tells_roles(halves, self._values) else {ROLES: [*halves]})}
         return [planned_archive(ONE, None, both, tree)]
 
     def _of_half(self, half: Half, tensors: Sequence[PlannedTensor]) -> PlannedFile:
@@ -213,13 +214,6 @@ class TorchWriter(Writer):
             [PARTS["model"]][: self.in_one] if has_model else None,
             [PARTS["optim"]][: self.in_one] if contents.optim is not None else None,
         )
-
-
-def _may_be_taken(values: Any) -> bool:
-    """Return whether the trainer's values have what the structure of a file could show as a model or as an optimizer."""
-    if isinstance(values, Mapping):
-        return any(str(key).startswith("param_groups") or _may_be_taken(value) for key, value in values.items())
-    return isinstance(values, torch.Tensor) or (isinstance(values, (list, tuple)) and any(map(_may_be_taken, values)))
 
 
 def planned_archive(name: str, half: Half | None, tensors: Sequence[PlannedTensor], tree: Any) -> PlannedFile:
