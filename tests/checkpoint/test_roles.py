@@ -13,7 +13,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import ConvertOptions, SaveOptions, per_rank
+from fsdp_optim import CheckpointError, ConvertOptions, SaveOptions, per_rank
 from fsdp_optim.foreign.dcp.writer import DcpWriter
 from fsdp_optim.foreign.torch.writer import TorchWriter
 
@@ -93,19 +93,24 @@ class RolesTest(InFolder):
 
     @parameterized.expand([(format, has_optim) for format in FORMATS for has_optim in (True, False)])
     def test_values_without_weights(self, format: str, has_optim: bool) -> None:
-        """Strict loads return all of them, and those of formats whose tensors are read in parts fill trees in place."""
+        """Strict loads fill trees in place, and return them."""
         optim = self.optim if has_optim else None
         state = {"ema": {"decay": 0.9, "shadow": average_of(self.model)}, "flat": average_of(self.model)}
         path = self.save(format, state, optim=optim, weights="none")
         result = fsdp_optim.load(path, self.model, optim, weights="none", state=dict.fromkeys(state))
         check_same("returned", dict(result.state), state, in_order=False)
-        if format not in ("dcp", "torchtitan"):
-            return
         live = {name: torch.zeros_like(tensor) for name, tensor in state["flat"].items()}
         shadow = {name: torch.zeros_like(tensor) for name, tensor in state["flat"].items()}
         trees = {"ema": {"decay": 0, "shadow": shadow}, "flat": live}
         fsdp_optim.load(path, self.model, optim, weights="none", state=trees)
         check_same("in place", (live, shadow), (state["flat"], state["flat"]))
+
+    def test_values_that_are_not_read(self) -> None:
+        """A tree for a value that the reader holds back is an error: nothing would fill it."""
+        path = self.save("torch_file", {"big": torch.ones(17 << 20), "epoch": 3})
+        with self.assertRaisesRegex(CheckpointError, r"state\['big'\]: cannot be filled in place: .* 71303168 bytes"):
+            fsdp_optim.load(path, self.model, state={"big": torch.zeros(17 << 20), "epoch": 0})
+        self.assertEqual(fsdp_optim.load(path, self.model, state={"big": None, "epoch": 0}).state["epoch"], 3)
 
     @parameterized.expand([(format,) for format in FORMATS])
     def test_without_the_record(self, format: str) -> None:
