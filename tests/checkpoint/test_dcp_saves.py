@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import tempfile
 import unittest
@@ -46,6 +47,38 @@ def weights_in(path: Path) -> dict[str, torch.Tensor]:
     weights = {name: torch.zeros_like(weight) for name, weight in model_of()[0].state_dict().items()}
     dcp.load({"model": weights}, checkpoint_id=path, no_dist=True)
     return weights
+
+
+class Kind(enum.Enum):
+    FIRST = 1
+
+
+class KeyedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose dicts have other keys than str."""
+
+    def __init__(self, params: Any, schedule: Any = None) -> None:
+        super().__init__(params, {"lr": 0.1, "schedule": schedule or {0: 0.1, 10: {None: 0.01}}})
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                factors = {0: torch.eye(2), 1: torch.eye(3), (2, 3): "last"}
+                self.state[param].update({0: torch.ones_like(param), "factors": factors, 1: 5})
+
+
+class KeyedModel(nn.Module):
+    """A model whose extra state has other keys than str."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+        self.kept: Any = {0: "a", 1: torch.ones(1), "deep": [{2: 3}]}
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
 
 
 def save_to_bucket(root: str, storage: Options) -> None:
@@ -277,6 +310,82 @@ class FolderTest(InFolder):
         with self.assertRaisesRegex(CheckpointError, r"state\['per_rank_extra'\].*: two keys become 'None'"):
             self.save("a", per_rank_extra={None: 2, "None": 3})
         self.assertEqual(list(self.root.iterdir()), [])
+
+    def test_keys_of_optimizers_and_modules(self) -> None:
+        """Dicts in the state of an optimizer, in its hyperparameters, and in extra states have their own keys again."""
+        for format in ("dcp", "torchtitan"):
+            model, optim = KeyedModel(), KeyedOptimizer
+            first = optim(model.parameters())
+            first.step()
+            path = self.root / format
+            options = as_options(fsdp_optim.SaveOptions, **QUICK)
+            fsdp_optim.save(path, model, first, state={"x": {7: {8: 9}}}, format=format, **options)
+            fsdp_optim.convert(path, self.root / f"{format}-own", options=fsdp_optim.ConvertOptions(progress=False))
+            for place in (path, self.root / f"{format}-own"):
+                other = KeyedModel()
+                other.kept = None
+                second = optim(other.parameters())
+                restored = fsdp_optim.load(place, other, second, options=fsdp_optim.LoadOptions(progress=False))
+                check_same("state", second.state_dict(), first.state_dict(), in_order=False)
+                check_same("module", other.kept, model.kept)
+                check_same("common", dict(restored.state), {"x": {7: {8: 9}}})
+        model = KeyedModel()
+        clashing = KeyedOptimizer(model.parameters(), {0: 1, "0": 2})
+        with self.assertRaisesRegex(
+            CheckpointError, r"optimizer\['param_groups'\]\[0\]\['schedule'\]: two keys become '0'"
+        ):
+            fsdp_optim.save(
+                self.root / "b", model, clashing, format="dcp", **as_options(fsdp_optim.SaveOptions, **QUICK)
+            )
+
+    def test_names_that_become_one(self) -> None:
+        """They are refused by name, before anything is made, also where each rank has them."""
+        for format, extra, named in (
+            ("dcp", {"model.0.weight": torch.ones(4, 3)}, r"\['model'\]\['0.weight'\] and \['model.0.weight'\]"),
+            ("dcp", {"optimizer.state": {"0.bias.step": 1}}, r"optimizer.state.0.bias.step: .* and .* have this key"),
+            ("dcp", {"a.b": 1, "a": {"b": 1}}, r"a.b: \['a.b'\] and \['a'\]\['b'\] both have this key"),
+            ("torchtitan", {"a.b": 1, "a": {"b": torch.ones(2)}}, r"a.b: .* and .* both have this key"),
+            ("dcp", {"per_rank_extra.0": 1}, r"\['per_rank_extra.0'\]: .* keys that begin with 'per_rank_extra'"),
+        ):
+            with self.assertRaisesRegex(CheckpointError, named):
+                self.save("a", extra=extra, format=format)
+        with self.assertRaisesRegex(CheckpointError, r"per_rank_extra.0.x.a.b: .* both have this key"):
+            self.save("a", per_rank_extra={"x": {"a.b": 1, "a": {"b": 2}}})
+        with self.assertRaisesRegex(CheckpointError, "at most 524288 bytes of them"):
+            self.save("a", extra={f"{number:0600}": 1 for number in range(1000)}, format="torchtitan")
+        self.assertEqual(list(self.root.iterdir()), [])
+
+    def test_parameters_that_are_called_as_groups_are_numbered(self) -> None:
+        """The hyperparameters of group 0 and those of a parameter 0 have one key: they are one value, or are refused."""
+        weights = nn.ParameterList([torch.ones(2), torch.ones(3)])
+        for format in ("dcp", "torchtitan"):
+            optim = torch.optim.SGD(weights, lr=0.25)
+            path, options = self.root / format, as_options(fsdp_optim.SaveOptions, **QUICK)
+            fsdp_optim.save(path, weights, optim, format=format, **options)
+            other = torch.optim.SGD(weights, lr=0.5)
+            fsdp_optim.load(path, weights, other)
+            self.assertEqual(other.param_groups[0]["lr"], 0.25)
+            of_each = [{"params": [weights[1]], "lr": 0.1}, {"params": [weights[0]], "lr": 0.2}]
+            with self.assertRaisesRegex(CheckpointError, r"optimizer.param_groups.[01].lr: .* both have this key"):
+                fsdp_optim.save(self.root / "b", weights, torch.optim.SGD(of_each), format=format, **options)
+        self.assertEqual(sorted(path.name for path in self.root.iterdir()), ["dcp", "torchtitan"])
+
+    def test_large_values_of_ranks(self) -> None:
+        """Each rank reads its own, however large those of all are together, and pickles where they are allowed."""
+        own = {"buffer": torch.ones(17 << 20), "position": 3, "kind": {Kind.FIRST: Kind.FIRST}}
+        path = self.save("a", per_rank_extra=own, allow_pickle=True)
+        asked = {"model": None, "options": fsdp_optim.LoadOptions(allow_pickle=True, progress=False)}
+        check_same("own", dict(fsdp_optim.load(path, **asked).state), own, in_order=False)
+        fsdp_optim.convert(path, self.root / "b", options=fsdp_optim.ConvertOptions(allow_pickle=True, progress=False))
+        check_same("converted", dict(fsdp_optim.load(self.root / "b", **asked).state), own, in_order=False)
+
+    def test_pickled_keys(self) -> None:
+        """Keys of unknown classes hold back the values whose keys they are until pickles are allowed."""
+        path = self.save("a", extra={"kinds": {Kind.FIRST: 1}}, allow_pickle=True)
+        allowed = fsdp_optim.LoadOptions(allow_pickle=True, progress=False)
+        check_same("allowed", dict(fsdp_optim.load(path, options=allowed).state), {"kinds": {Kind.FIRST: 1}})
+        with self.assertRaisesRegex(CheckpointError, "Kind: allow_pickle=True makes it"):
+            fsdp_optim.load(path, options=fsdp_optim.LoadOptions(progress=False)).state["kinds"]
 
     def test_tied_weights_and_values_of_modules(self) -> None:
         """Tied weights are there under both of their names, and values of modules beside the weights."""

@@ -53,6 +53,7 @@ def trees_of_trainers(root: Path) -> None:
     for name, tree_of in (("nested", nested), ("app", app)):
         round_trip(root / f"{name}, ours", tree_of, dcp.save, dcp.load)
         round_trip(root / f"{name}, torch's files", tree_of, lambda *a, **k: dcp.save(*a, **k, **as_dcp), dcp.load)
+        round_trip(root / f"{name}, titan", tree_of, lambda *a, **k: dcp.save(*a, **k, format="torchtitan"), dcp.load)
         round_trip(root / f"{name}, torch reads", tree_of, lambda *a, **k: dcp.save(*a, **k, **as_dcp), torch_dcp.load)
         round_trip(root / f"{name}, torch wrote", tree_of, torch_dcp.save, dcp.load)
         round_trip(root / f"{name}, planned", tree_of, planned_save, dcp.load)

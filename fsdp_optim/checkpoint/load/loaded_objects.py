@@ -15,7 +15,7 @@ from fsdp_optim.checkpoint.common.run_state import PerRank, RunState, is_statefu
 from fsdp_optim.checkpoint.load.loaded_trees import LoadedTrees, asked_of
 from fsdp_optim.checkpoint.load.resharded_state import RanksHere, resharded
 from fsdp_optim.checkpoint.load.saved_state import Guarded, SavedState, UnreadTree, complete, key_of
-from fsdp_optim.errors import StateError, shortened
+from fsdp_optim.errors import CheckpointError, StateError, shortened
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.formats.base.tree_values import has_tensors, keys_in, with_tensors
@@ -160,8 +160,9 @@ class LoadedObjects:
             tree = saved.common.get(name)
             if self._allows_unexpected and name in saved.common:
                 self._trees.check_keys(tree, value, (name,))
-            has_any = has_tensors(tree) if self._allows_unexpected else keys_in(tree)
-            if isinstance(value, PerRank) or not has_any:
+            if isinstance(tree, Withheld) and self._strict and not is_stateful(_inner(value)) and has_tensors(value):
+                raise CheckpointError(f"state[{name!r}]: cannot be filled in place: {tree.why}")
+            if isinstance(value, PerRank) or not has_tensors(tree):
                 continue
             if not is_stateful(value):
                 self._trees.add_tree(name, tree, value)

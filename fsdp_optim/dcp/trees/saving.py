@@ -68,7 +68,7 @@ def save(
             `Writer` of the path. `format` and `options` are not for it.
         process_group: the ranks that save together; None: all of the job.
         no_dist: this rank saves by itself.
-        format: "safetensors", or "dcp" for torch's own files.
+        format: "safetensors", or "dcp" for torch's own files, to which "torchtitan" is the same here.
         options: as for `fsdp_optim.save`.
 
     Returns:
@@ -167,7 +167,7 @@ def future_of(handle: SaveHandle) -> Future[SaveResult]:
 def _split(states: Mapping[str, Any], format: str | Format) -> StateTree:
     """Return the parts of a state dict. In torch's own files all values keep their places, so none is the model."""
     name = format if isinstance(format, str) else format.name
-    return StateTree({}, (), states) if name == "dcp" else StateTree.of(states)
+    return StateTree({}, (), states) if name in ("dcp", "torchtitan") else StateTree.of(states)
 
 
 def _arguments(tree: StateTree, process_group: Any, format: str | Format, options: SaveOptions) -> SaveArguments:

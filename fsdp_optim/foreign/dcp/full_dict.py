@@ -7,6 +7,8 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.dcp.keys import GROUPS, STATE, Leaf
+from fsdp_optim.foreign.dcp.values import Path, keys_by_path, with_recorded
+from fsdp_optim.formats.base.codec import Withheld
 
 
 def keys_in(tree: Any) -> Iterator[str]:
@@ -91,6 +93,43 @@ def full_dict(
         groups += listed
         num_params += len(params)
     return {STATE: FilledTree(state, value_of), GROUPS: groups, **others}
+
+
+def with_optimizer_keys(where: str, full: Mapping[str, Any] | None, listed: Any) -> Mapping[str, Any] | None:
+    """Return a full dict with the keys that its dicts had, as the writer has recorded them.
+
+    `listed`: None: they had no others than str.
+    """
+    if full is None or listed is None:
+        return full
+    if isinstance(listed, Withheld):
+        raise CheckpointError(f"{listed.why}; it is a key in the optimizer's state")
+    by_path = keys_by_path(where, listed)
+    rest = {key: value for key, value in full.items() if key not in (STATE, GROUPS)}
+    return {
+        STATE: _Keyed(full[STATE], where, by_path),
+        GROUPS: with_recorded(where, full[GROUPS], by_path, (GROUPS,)),
+        **with_recorded(where, rest, by_path, ()),
+    }
+
+
+class _Keyed(Mapping[Any, Any]):
+    """The state by parameter, with the keys that the dicts inside had."""
+
+    def __init__(self, state: Mapping[Any, Any], where: str, by_path: Mapping[Path, list[Any]]) -> None:
+        self._state, self._where, self._by_path = state, where, by_path
+
+    def __getitem__(self, name: Any) -> Any:
+        return with_recorded(self._where, self._state[name], self._by_path, (STATE, name))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._state
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
 
 
 def _united(where: str, optims: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

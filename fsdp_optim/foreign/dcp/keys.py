@@ -1,13 +1,14 @@
 """The meaning of the keys of a DCP checkpoint: which are the model's, which are the optimizer's, and which are the trainer's.
 
-Trainers nest and name these in many ways, so their structure decides. The optimizer is where `param_groups` is. The model is the
+A writer of this library has recorded it (`recorded_meaning`). Trainers nest and name these in many ways, so in other checkpoints
+their structure decides (`meaning_of`). The optimizer is where `param_groups` is. The model is the
 dict that has the optimizer's parameters, or the only dict of tensors. All other keys are the trainer's own values.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from msgspec import Struct
 
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.foreign.dcp.metadata import Path
+from fsdp_optim.foreign.dcp.values import KEYS, OF_RANKS
+from fsdp_optim.formats.base.summary import SavedRoles
 
 GROUPS, STATE = "param_groups", "state"
 _OF_A_MODEL = ("model", "state_dict", "module", "model_state_dict", "model_state")
@@ -22,6 +25,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)/?")
 _DOTTED = re.compile(rf"{GROUPS}\.\d+\.params")
 _EXTRA_STATE = "._extra_state"  # the end of the name of a result of get_extra_state(), after a dot
 _MOST_NAMED = 6
+_WRITERS_OWN = (KEYS, OF_RANKS)  # keys of the top level under which this library keeps values
 
 
 class Leaf(Struct, frozen=True, gc=False):
@@ -115,6 +119,34 @@ def meaning_of(where: str, paths: Mapping[str, Path], tensors: Mapping[str, int]
             _put(where, extra, path, Leaf(key))
     keys = [key for root in roots for key in members[root]]
     return Meaning(weights, _listed(where, module_values), optimizers, _listed(where, extra), keys)
+
+
+def recorded_meaning(where: str, paths: Mapping[str, Path], tensors: Container[str], roles: SavedRoles) -> Meaning:
+    """Return the meaning of keys as the writer has recorded it. `tensors`: the keys of tensors."""
+    optim, model, trainers = _recorded_root(roles.optim), _recorded_root(roles.model), frozenset(roles.state)
+    members: dict[str, Path] = {}
+    weights: dict[str, str] = {}
+    module_values: dict[str, Any] = {}
+    extra: dict[Any, Any] = {}
+    for key, path in paths.items():
+        of_optim = optim.rest_of(path) if optim is not None else None
+        if of_optim is not None:
+            members[key] = of_optim
+            continue
+        is_trainers = path[0] in _WRITERS_OWN or (bool(trainers) and ascii(path[0]) in trainers)
+        inside = model.rest_of(path) if model is not None and not is_trainers else None
+        if inside is None:
+            _put(where, extra, path, Leaf(key))
+        elif len(inside) == 1 and key in tensors and not f".{inside[0]}".endswith(_EXTRA_STATE):
+            weights[str(inside[0])] = key
+        else:
+            _put(where, module_values, inside, Leaf(key))
+    optimizers = [_optimizer_tree(f"{where}: {optim}", members)] if members else []
+    return Meaning(weights, _listed(where, module_values), optimizers, _listed(where, extra), [*members])
+
+
+def _recorded_root(keys: Sequence[str] | None) -> _Root | None:
+    return _Root(tuple(keys)) if keys is not None else None
 
 
 def as_trees(where: str, paths: Mapping[str, Path]) -> Meaning:

@@ -11,20 +11,27 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError, shortened, wrong_use
 from fsdp_optim.foreign.archive.torch_archive import read_archive
-from fsdp_optim.foreign.dcp.full_dict import full_dict
+from fsdp_optim.foreign.dcp.full_dict import full_dict, with_optimizer_keys
 from fsdp_optim.foreign.dcp.items import Items, archives_in, read_values, unread_class_in
-from fsdp_optim.foreign.dcp.keys import GROUPS, Meaning, as_trees, meaning_of
+from fsdp_optim.foreign.dcp.keys import GROUPS, Meaning, as_trees, meaning_of, recorded_meaning
 from fsdp_optim.foreign.dcp.metadata import Metadata, Path, read_metadata
 from fsdp_optim.foreign.dcp.probe import NAME as METADATA
 from fsdp_optim.foreign.dcp.probe import summary_of
 from fsdp_optim.foreign.dcp.stored_table import StoredTable
 from fsdp_optim.foreign.dcp.tensor_table import ItemPlace, Tensor, TensorTable, as_table
-from fsdp_optim.foreign.dcp.trainer_values import WholeValues, of_ranks, withheld
+from fsdp_optim.foreign.dcp.trainer_values import (
+    WholeReading,
+    keys_in_parts,
+    trees_of_ranks,
+    with_keys_of,
+    withheld,
+)
+from fsdp_optim.foreign.dcp.values import KEYS, OF_RANKS, OPTIM
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
 from fsdp_optim.formats.base.checksums import hex_of
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
-from fsdp_optim.formats.base.protocols import SavedWeights
+from fsdp_optim.formats.base.protocols import COMMON, MODULES, SavedWeights
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.formats.base.tree_values import keys_in as tensors_in
 from fsdp_optim.storage.base import Opened
@@ -49,8 +56,8 @@ class Dcp(ForeignFormat):
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
         with as_checkpoint_error(opened.where):
-            saved = _DcpContents.read(opened)
-            return _reader(opened, saved, meaning_of(opened.where, saved.paths, saved.tensors.dimensions()))
+            saved, summary = _DcpContents.read(opened), own_summary(opened)
+            return _reader(opened, saved, _meaning_of(opened.where, saved, summary), summary)
 
 
 DCP = Dcp()
@@ -61,8 +68,8 @@ class DcpTrees(Dcp):
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
         with as_checkpoint_error(opened.where):
-            saved = _DcpContents.read(opened)
-            return _reader(opened, saved, as_trees(opened.where, saved.paths))
+            saved, summary = _DcpContents.read(opened), own_summary(opened)
+            return _reader(opened, saved, as_trees(opened.where, saved.paths), summary)
 
 
 DCP_TREES = DcpTrees()
@@ -170,12 +177,23 @@ def _has_both(metadata: Metadata) -> bool:
 # ------------------------------------------------------------------------------------------- the reader
 
 
-def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning) -> ForeignReader:
+def _meaning_of(where: str, saved: _DcpContents, summary: ManifestSummary | None) -> Meaning:
+    """Return the meaning of the keys: that which the writer has recorded, or else that of their structure."""
+    if summary is not None and summary.roles is not None:
+        return recorded_meaning(where, saved.paths, saved.tensors, summary.roles)
+    return meaning_of(where, saved.paths, saved.tensors.dimensions())
+
+
+def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning, summary: ManifestSummary | None) -> ForeignReader:
     files = _checked_files(opened, saved)
     items = Items(opened, saved.tensors)
     stored = StoredTable(opened, saved.tensors, items)
-    extra = WholeValues.of(opened, saved, stored, items, meaning.extra)
-    of_modules = WholeValues.of(opened, saved, stored, items, meaning.module_values)
+    whole = WholeReading(opened, saved, stored, items)
+    of_ranks = trees_of_ranks(meaning.extra) if summary is not None else None
+    keys = whole.values(keys_in_parts(opened.where, meaning.extra) if summary is not None else {})
+    apart = {*([KEYS] if summary is not None else []), *([OF_RANKS] if of_ranks is not None else [])}
+    extra = whole.values({name: tree for name, tree in meaning.extra.items() if name not in apart})
+    of_modules = whole.values(meaning.module_values)
     values = read_values(opened, {key: saved.values[key] for key in meaning.optimizer_keys if key in saved.values})
     for key, value in values.items():
         if what := unread_class_in(value):
@@ -183,29 +201,26 @@ def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning) -> ForeignRea
                 f"{opened.where}: {key}: has an object of the class {what}, which is not loaded into an optimizer: load the "
                 "checkpoint as it was saved, and save the optimizer without it"
             )
-    summary = own_summary(opened)
-
-    def pickled() -> Mapping[str, Any]:
-        return extra.pickled() if summary is None else of_ranks(opened.where, extra.pickled())[0]
-
-    given, rank_extras = of_ranks(opened.where, extra.values if summary is not None else {})
-    in_trees = extra.as_trees(stored)
-    in_trees = in_trees if summary is None else of_ranks(opened.where, in_trees)[0]
+    with_own_keys = partial(with_keys_of, opened.where)
     of_lightning = _of_lightning(opened)
+    in_trees = with_own_keys(extra.as_trees(stored), keys.values, COMMON)
+    is_withheld = any(isinstance(value, Withheld) for value in (*extra.values.values(), keys.values.get(COMMON)))
+    full = full_dict(opened.where, meaning.optimizers, lambda key: values[key] if key in values else stored.get(key))
     return ForeignReader(
         opened,
         DCP.name,
         stored.named(meaning.model),
-        full_dict(opened.where, meaning.optimizers, lambda key: values[key] if key in values else stored.get(key)),
+        with_optimizer_keys(opened.where, full, keys.values.get(OPTIM)),
         items.sources,
-        extra_values={**(extra.values if summary is None else given), **of_lightning},
+        extra_values={**with_own_keys(extra.values, keys.values, COMMON), **of_lightning},
         extra_trees={**in_trees, **of_lightning},
         trees={key: stored[key] for key in tensors_in(in_trees)},
-        rank_extras=rank_extras,
+        rank_extras=[whole.of_rank(rank, tree, keys) for rank, tree in enumerate(of_ranks or ())],
         module_values={
-            name: value if isinstance(value, Withheld) else [None, value] for name, value in of_modules.values.items()
+            name: value if isinstance(value, Withheld) else [None, value]
+            for name, value in with_own_keys(of_modules.values, keys.values, MODULES).items()
         },
-        pickled=pickled if any(isinstance(value, Withheld) for value in extra.values.values()) else None,
+        pickled=(lambda: with_own_keys(extra.pickled(), keys.pickled(), COMMON)) if is_withheld else None,
         world_size=summary.world_size if summary is not None else _world_size(opened),
         step=summary.step if summary is not None else None,
         weights=SavedWeights(summary.weights, summary.weights_dtype) if summary is not None else SavedWeights(),
@@ -220,7 +235,7 @@ def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning) -> ForeignRea
 
 def own_summary(opened: Opened) -> ManifestSummary | None:
     """Return the summary of a checkpoint that this library has saved."""
-    if opened.selected or not opened.has(METADATA):
+    if opened.selected not in ("", METADATA) or not opened.has(METADATA):
         return None
     with contextlib.suppress(CheckpointError):
         return summary_of(opened)

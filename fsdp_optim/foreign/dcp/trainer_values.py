@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,8 +14,10 @@ from fsdp_optim.foreign.dcp.full_dict import filled, keys_in
 from fsdp_optim.foreign.dcp.items import Items, read_values, unread_class_in
 from fsdp_optim.foreign.dcp.tensor_table import ItemPlace, Tensor
 from fsdp_optim.foreign.dcp.values import KEYS, OF_RANKS, with_keys
+from fsdp_optim.foreign.reader import ForeignValues
 from fsdp_optim.formats.base.codec import Withheld
-from fsdp_optim.formats.base.protocols import COMMON, StoredTensor, rank_extra_name
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
+from fsdp_optim.formats.base.protocols import StoredTensor, rank_extra_name
 from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.tensors.memory import dtype_named
@@ -31,23 +34,66 @@ class SavedItems(Protocol):
     def values(self) -> Mapping[str, ItemPlace]: ...
 
 
-def of_ranks(where: str, extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """Split the trainer's values that this library has saved into the common ones and each rank's own."""
-    keys, of_ranks = extra.get(KEYS, {}), extra.get(OF_RANKS)
+def keys_in_parts(where: str, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the trees of the recorded keys of dicts that have others than str, by the part that has the dicts."""
+    keys = extra.get(KEYS, {})
     if not isinstance(keys, Mapping):
         raise CheckpointError(f"{where}: {KEYS}: is not a dict")
-    rest = {name: value for name, value in extra.items() if name not in (OF_RANKS, KEYS)}
-    common = with_keys(where, rest, keys[COMMON]) if COMMON in keys else rest
-    if of_ranks is None:
-        return common, []
-    if not isinstance(of_ranks, Mapping) or set(of_ranks) != {str(rank) for rank in range(len(of_ranks))}:
-        return {**common, OF_RANKS: of_ranks}, []
-    by_rank = []
-    for rank in range(len(of_ranks)):
-        listed = keys.get(rank_extra_name(rank))
-        value = of_ranks[str(rank)]
-        by_rank.append(value if listed is None else with_keys(where, value, listed))
-    return common, by_rank
+    return keys
+
+
+def with_keys_of(where: str, value: Any, keys: Mapping[str, Any], part: str) -> Any:
+    """Return the value of one part with its own keys, which are withheld where these are objects of unknown classes."""
+    listed = keys.get(part)
+    if isinstance(listed, Withheld):
+        return dict.fromkeys(value, listed) if isinstance(value, Mapping) else listed
+    return value if listed is None else with_keys(where, value, listed)
+
+
+def trees_of_ranks(extra: Mapping[str, Any]) -> list[Any] | None:
+    """Return the trees of the ranks' own values, in the order of the ranks; None if there are none."""
+    by_rank = extra.get(OF_RANKS)
+    if not isinstance(by_rank, Mapping) or set(by_rank) != {str(rank) for rank in range(len(by_rank))}:
+        return None
+    return [by_rank[str(rank)] for rank in range(len(by_rank))]
+
+
+@dataclass(frozen=True)
+class RankValues(ForeignValues):
+    """The values of one rank, which are read when they are asked for: only the same rank needs them, however large they are."""
+
+    read: Callable[[bool], Any] = bool
+
+    def decoded_each(self, *, allow_pickle: bool) -> Any:
+        return self.read(allow_pickle)
+
+
+@dataclass(frozen=True)
+class WholeReading:
+    """What reads values whole."""
+
+    opened: Opened
+    saved: SavedItems
+    stored: Mapping[str, StoredTensor]
+    places: Items
+
+    def values(self, trees: Mapping[str, Any], most_nbytes: int = _MOST_EXTRA_NBYTES) -> WholeValues:
+        """Read the values of trees by name, of which each may have `most_nbytes` of tensors."""
+        return WholeValues.of(self, trees, most_nbytes)
+
+    def of_rank(self, rank: int, tree: Any, keys: WholeValues) -> RankValues:
+        """Return the values of a rank. `tree`: theirs; `keys`: the recorded ones of all parts."""
+        by_name = tree if isinstance(tree, Mapping) else {OF_RANKS: tree}
+
+        def read(allow_pickle: bool) -> Any:
+            with as_checkpoint_error(self.opened.where):
+                whole = self.values(by_name, sys.maxsize)
+                values = whole.pickled() if allow_pickle else whole.values
+                value = values if isinstance(tree, Mapping) else values[OF_RANKS]
+                recorded = keys.pickled() if allow_pickle else keys.values
+                return with_keys_of(self.opened.where, value, recorded, rank_extra_name(rank))
+
+        return RankValues(None, None, read=read)
 
 
 @dataclass(frozen=True)
@@ -65,17 +111,11 @@ class WholeValues:
     loaded: Mapping[str, Any]
 
     @classmethod
-    def of(
-        cls,
-        opened: Opened,
-        saved: SavedItems,
-        stored: Mapping[str, StoredTensor],
-        places: Items,
-        trees: Mapping[str, Any],
-    ) -> WholeValues:
+    def of(cls, reading: WholeReading, trees: Mapping[str, Any], most_nbytes: int) -> WholeValues:
         """Read the values. Values that are too large, or have objects of unknown classes, are withheld."""
+        opened, saved, stored, places = reading.opened, reading.saved, reading.stored, reading.places
         nbytes = {name: sum(_nbytes(stored, key) for key in keys_in(tree)) for name, tree in trees.items()}
-        read = [key for name, tree in trees.items() if nbytes[name] <= _MOST_EXTRA_NBYTES for key in keys_in(tree)]
+        read = [key for name, tree in trees.items() if nbytes[name] <= most_nbytes for key in keys_in(tree)]
         apart = {key: made for key in read if (made := _empty(saved, key)) is not None}
         apart.update(places.read_apart(read))
         read += [key for tree in trees.values() for key in keys_in(tree) if key in saved.values]

@@ -27,6 +27,9 @@ Path: TypeAlias = "tuple[str | int, ...]"
 _TUPLE = ["()"]
 """What stands among the recorded keys for a list that is a tuple in truth: one with tensors, which are items of their own."""
 
+MODEL, OPTIM = "model", "optimizer"
+"""The keys of the dicts of the model and of the optimizer in what this library writes."""
+
 OF_RANKS = "per_rank_extra"
 """The key of the trainer's values of each rank, which are under the numbers of the ranks."""
 
@@ -92,6 +95,11 @@ def with_keys(where: str, value: Any, listed: Any) -> Any:
 
     Raises CheckpointError if they do not fit the value.
     """
+    return with_recorded(where, value, keys_by_path(where, listed), ())
+
+
+def keys_by_path(where: str, listed: Any) -> dict[Path, list[Any]]:
+    """Return recorded keys by the path of their dict. Raises CheckpointError for other than `other_keys_in` gives."""
     by_path: dict[Path, list[Any]] = {}
     for pair in listed if isinstance(listed, list) else [None]:
         if not (
@@ -99,12 +107,13 @@ def with_keys(where: str, value: Any, listed: Any) -> Any:
         ):
             raise CheckpointError(f"{where}: {KEYS}: is not a list of keys by path")
         by_path[pair[0]] = pair[1]
-    return _with_keys(where, value, by_path, ())
+    return by_path
 
 
-def _with_keys(where: str, value: Any, by_path: Mapping[Path, list[Any]], path: Path) -> Any:
+def with_recorded(where: str, value: Any, by_path: Mapping[Path, list[Any]], path: Path) -> Any:
+    """Return a value with its recorded keys. `path`: its own place among those of `by_path`."""
     if isinstance(value, dict):
-        made = {key: _with_keys(where, item, by_path, (*path, key)) for key, item in value.items()}
+        made = {key: with_recorded(where, item, by_path, (*path, key)) for key, item in value.items()}
         if path not in by_path:
             return made
         keys = by_path[path]
@@ -112,7 +121,7 @@ def _with_keys(where: str, value: Any, by_path: Mapping[Path, list[Any]], path: 
             raise CheckpointError(f"{where}: {KEYS}: has other keys than {'.'.join(map(str, path))}")
         return {key: made[str(key)] for key in keys}
     if isinstance(value, list):
-        items = [_with_keys(where, item, by_path, (*path, index)) for index, item in enumerate(value)]
+        items = [with_recorded(where, item, by_path, (*path, index)) for index, item in enumerate(value)]
         return tuple(items) if by_path.get(path) == _TUPLE else items
     return value
 

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.foreign.archive.torch_zip import ALIGNMENT, TensorStub, frames_around
 from fsdp_optim.foreign.dcp.probe import NAME, VERSION, with_summary
 from fsdp_optim.foreign.dcp.values import (
     KEYS,
+    MODEL,
     OF_RANKS,
+    OPTIM,
     Path,
     ValueFile,
     ValueItem,
@@ -29,7 +31,7 @@ from fsdp_optim.foreign.dcp.values import (
     items_in,
     other_keys_in,
 )
-from fsdp_optim.foreign.dcp.written_metadata import Chunk, WrittenItem
+from fsdp_optim.foreign.dcp.written_metadata import Chunk, WrittenItem, check_keys, names_beside_weights
 from fsdp_optim.formats.base.checksums import join_tables
 from fsdp_optim.formats.base.description import OPAQUE, SCALAR, OptimDescription
 from fsdp_optim.formats.base.frames import joined
@@ -47,16 +49,12 @@ from fsdp_optim.formats.base.protocols import (
     WrittenFiles,
 )
 from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
-from fsdp_optim.formats.base.summary import ManifestSummary
+from fsdp_optim.formats.base.summary import ManifestSummary, SavedRoles
 from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.layout import Shape
 from fsdp_optim.tensors.elements import check_elements
 from fsdp_optim.tensors.memory import dtype_named
 
-if TYPE_CHECKING:
-    pass
-
-MODEL, OPTIM = "model", "optimizer"
 _STATE, _GROUPS = "state", "param_groups"
 _LEAST_CHUNK, _MOST_CHUNK = 4 << 20, 64 << 20  # bytes
 
@@ -70,6 +68,7 @@ class DcpWriter(Writer):
     writes_trees: ClassVar[bool] = True
 
     _paths: Mapping[str, Path] = field(default_factory=dict)  # of the tensors of trees, by key
+    _roles: SavedRoles | None = None
     _chunks: dict[str, list[Chunk]] = field(default_factory=dict)
 
     @property
@@ -80,23 +79,50 @@ class DcpWriter(Writer):
     def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         contents = contents_of(index, allow_pickle=allow_pickle, records=records)
         extras = dict(extras_in(index, allow_pickle=allow_pickle, as_trees=True))
-        taken = {name.partition(".")[0] for name in contents.params} | set(contents.params) if self.is_flat else set()
-        taken |= {MODEL} if contents.params and not self.is_flat else set()
-        taken |= {OPTIM} if contents.optim is not None else set()
         common = extras.get(COMMON, {})
-        top_names = map(str, common) if isinstance(common, Mapping) else ["extra"]
-        for name in sorted({*top_names} & {*taken, OF_RANKS, KEYS}):
+        top_names = [*map(str, common)] if isinstance(common, Mapping) else ["extra"]
+        weights = {*index.weights, *contents.aliases, *extras.get(MODULES, {})}
+        for name in sorted({*top_names} & {*self._taken(contents, weights), OF_RANKS, KEYS}):
             raise CheckpointError(
                 f"state[{name!r}]: a DCP checkpoint has its own values under this key: give the value another key"
             )
         self._paths = _paths_of_trees(common)
+        self._roles = self._roles_of(contents, weights, top_names, is_new=index.source is None)
         files = dict(self.small(name, value, allow_pickle=allow_pickle) for name, value in extras.items())
+        small = [item for data in files.values() for item in items_in(data)]
         values = ValueFile(allow_pickle)
         if contents.optim is not None:
             _add_optimizer(values, contents.optim, tuple(records.values()))
         if values.items:
             files["values.distcp"] = values.encoded()
+        check_keys(
+            [
+                *((*self._root, fqn) for fqn in (*index.weights, *contents.aliases)),
+                *_paths_of(contents.optim).values(),
+                *self._paths.values(),
+                *(item.path for item in values.items),
+                *(ValueItem.from_json(item).path for item in small),
+            ]
+        )
         return Prepared(contents.content, "", files, contents.optim, contents)
+
+    def _taken(self, contents: CheckpointContents, weights: Collection[str]) -> set[str]:
+        """Return the keys of the top level that the model and the optimizer have."""
+        names = {*contents.params, *weights}
+        of_model = {name.partition(".")[0] for name in names} | names if self.is_flat else {MODEL} if names else set()
+        return of_model | ({OPTIM} if contents.optim is not None else set())
+
+    def _roles_of(
+        self, contents: CheckpointContents, weights: Collection[str], top_names: Sequence[str], *, is_new: bool
+    ) -> SavedRoles | None:
+        """Return the record of the roles; None for a new tree of values, of which its caller knows what they are."""
+        if is_new and not contents.params and not weights and contents.optim is None:
+            return None
+        return SavedRoles(
+            ([] if self.is_flat else [MODEL]) if weights else None,
+            [OPTIM] if contents.optim is not None else None,
+            names_beside_weights(top_names) if weights and self.is_flat else [],
+        )
 
     def files(
         self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
@@ -138,17 +164,20 @@ class DcpWriter(Writer):
     def small(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
         values = ValueFile(allow_pickle)
         if name == MODULES:
-            for fqn, (_, kept) in value.items():
-                _add(values, f"state_dict()[{fqn!r}]", kept, (*self._root, fqn))
+            kept_by_name = {fqn: kept for fqn, (_, kept) in value.items()}
+            for fqn, kept in kept_by_name.items():
+                _add_value(values, f"state_dict()[{fqn!r}]", kept, (*self._root, fqn))
+            _add_keys(values, "state_dict()", kept_by_name, name)
             return "modules.distcp", values.encoded()
         if name == COMMON:
             given = value if isinstance(value, Mapping) else {"extra": value}
             for key, item in given.items():
-                _add(values, f"state[{key!r}]", item, (str(key),))
+                _add_value(values, f"state[{key!r}]", item, (str(key),))
             _add_keys(values, "state", given, name)
             return "extra.distcp", values.encoded()
-        _add(values, "state", value, (OF_RANKS, str(int(name.removeprefix("rank-")))))
+        _add_value(values, "state", value, (OF_RANKS, str(int(name.removeprefix("rank-")))))
         _add_keys(values, "state", value, name)
+        check_keys(item.path for item in values.items)
         return f"{name}.distcp", values.encoded()
 
     def info_of(self, data: bytes) -> Any:
@@ -191,6 +220,7 @@ class DcpWriter(Writer):
             files=sizes,
             weights=contents.weights,
             weights_dtype=contents.weights_dtype,
+            roles=self._roles,
         )
         yield NAME, with_summary(summary, pickle.dumps(listed.metadata(stamp.token)))
 
@@ -272,7 +302,7 @@ def chunks_of(shape: Shape, itemsize: int, num_ranks: int) -> Iterator[tuple[Sha
 # ------------------------------------------------------------------------------------------- values
 
 
-def _add(values: ValueFile, where: str, value: Any, *paths: Path) -> None:
+def _add_value(values: ValueFile, where: str, value: Any, *paths: Path) -> None:
     """Add the items of a value, each under all of the paths."""
     check_elements(where, value, CheckpointError)
     for inner, item in flattened(value, ()):
@@ -299,8 +329,9 @@ def _add_optimizer(values: ValueFile, optim: OptimDescription, records: tuple[ty
     for index, group in enumerate(optim.groups):
         where = f"param group {index}"
         for name, value in group.hyperparameters:
-            in_flattened = ((OPTIM, f"{_GROUPS}.{fqn}.{name}") for fqn in group.params)
-            _add(values, f"{where}: {name}", value, (OPTIM, _GROUPS, index, name), *in_flattened)
+            # A parameter that is called as its group is numbered has the same value under the same key already.
+            in_flattened = ((OPTIM, f"{_GROUPS}.{fqn}.{name}") for fqn in group.params if fqn != str(index))
+            _add_value(values, f"{where}: {name}", value, (OPTIM, _GROUPS, index, str(name)), *in_flattened)
         values.add(where, list(group.params), (OPTIM, _GROUPS, index, "params"))
     for fqn, param in optim.params.items():
         for name, kind, value in param.values:
@@ -311,9 +342,26 @@ def _add_optimizer(values: ValueFile, optim: OptimDescription, records: tuple[ty
                     f"{fqn}: {name!r} of its state has one part for each shard, which torch.distributed.checkpoint cannot "
                     "represent: save it in this library's own format"
                 )
-            _add(values, f"{fqn}: {name!r} of its state", value, (OPTIM, _STATE, fqn, str(name)))
+            _add_value(values, f"{fqn}: {name!r} of its state", value, (OPTIM, _STATE, fqn, str(name)))
     for name, value in optim.other_keys.items():
-        _add(values, f"optimizer[{name!r}]", value, (OPTIM, str(name)))
+        _add_value(values, f"optimizer[{name!r}]", value, (OPTIM, str(name)))
+    listed = list(_optimizer_keys(optim))
+    if listed:
+        values.add("the optimizer", listed, (KEYS, OPTIM))
+
+
+def _optimizer_keys(optim: OptimDescription) -> Iterator[tuple[Path, list[Any]]]:
+    """Yield the path and the keys of each dict inside an optimizer's dict that has other keys than str."""
+    for index, group in enumerate(optim.groups):
+        values = {**dict(group.hyperparameters), "params": None}
+        yield from other_keys_in(OPTIM, values, (_GROUPS, index))
+    for fqn, param in optim.params.items():
+        if not all(type(name) is str for name, _, _ in param.values):
+            yield from other_keys_in(OPTIM, dict.fromkeys(name for name, _, _ in param.values), (_STATE, fqn))
+        for name, kind, value in param.values:
+            if kind in (SCALAR, OPAQUE) and isinstance(value, (Mapping, list)):
+                yield from other_keys_in(OPTIM, value, (_STATE, fqn, str(name)))
+    yield from other_keys_in(OPTIM, optim.other_keys)
 
 
 def _paths_of(optim: OptimDescription | None) -> dict[str, Path]:

@@ -1,19 +1,26 @@
-"""Torch's metadata of a DCP folder that is written: the tensors, their chunks, and the values, each with its place."""
+"""Torch's metadata of a DCP folder that is written: the tensors, their chunks, and the values, each with its place.
+
+Each key is that of one value, and the names of the trainer's values are known beside weights.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.dcp.values import Path, ValueItem, key_of
+from fsdp_optim.foreign.dcp.values import KEYS, OF_RANKS, Path, ValueItem, key_of
 from fsdp_optim.formats.base.protocols import PlannedTensor
 from fsdp_optim.layout import Shape
 from fsdp_optim.tensors.memory import dtype_named
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+
+_BEGINS = (f"{OF_RANKS}.", f"{KEYS}.")
+_MOST_NAMES_NBYTES = 512 << 10  # half of what the summary of `.metadata` may have
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class WrittenItem:
         metadata, _ = self._torchs
         key = self._key(item.path)
         if key in self._tensors:
-            raise CheckpointError(f"{key}: two values of the checkpoint have this key: give one of them another name")
+            raise self._twice(key)
         if item.tensor is None:
             self._tensors[key] = metadata.BytesStorageMetadata()
             self._put(key, None, None, file, item.start, item.nbytes)
@@ -72,8 +79,12 @@ class WrittenItem:
 
     def _key(self, path: Path) -> str:
         key = key_of(path)
-        self._paths[key] = path
+        if self._paths.setdefault(key, path) != path:
+            raise self._twice(key)
         return key
+
+    def _twice(self, key: str) -> CheckpointError:
+        return CheckpointError(f"{key}: two values of the checkpoint have this key: give one of them another name")
 
     def _size(self, shape: Shape) -> Any:
         import torch
@@ -98,3 +109,40 @@ class WrittenItem:
         if "version" in {field.name for field in fields(metadata.Metadata)}:
             made.version = "1.0.0"
         return made
+
+
+def check_keys(paths: Iterable[Path]) -> None:
+    """Refuse values that torch.distributed.checkpoint would save under one key, whose parts are joined by dots."""
+    known: dict[str, Path] = {}
+    for path in paths:
+        key = key_of(path)
+        other = known.setdefault(key, path)
+        if other is not path:
+            raise CheckpointError(
+                f"{key}: {_named(other)} and {_named(path)} both have this key in a DCP checkpoint, which joins names by "
+                'dots: give one of them another name, or format="safetensors"'
+            )
+        if key.startswith(_BEGINS) and path[0] not in (OF_RANKS, KEYS):
+            raise CheckpointError(
+                f"{_named(path)}: a DCP checkpoint has its own values under keys that begin with {OF_RANKS!r} or {KEYS!r}: give "
+                "the value another name"
+            )
+
+
+def names_beside_weights(names: Sequence[str]) -> list[str]:
+    """Return the names of the trainer's values as a summary records them.
+
+    Raises CheckpointError where they are too many for a summary.
+    """
+    recorded = [ascii(name) for name in names]
+    nbytes = sum(map(len, recorded))
+    if nbytes > _MOST_NAMES_NBYTES:
+        raise CheckpointError(
+            f"state=: has {len(names)} names of {nbytes} bytes, and with the weights at the top level a checkpoint records at "
+            f"most {_MOST_NAMES_NBYTES} bytes of them: put the values into one dict under one name"
+        )
+    return recorded
+
+
+def _named(path: Path) -> str:
+    return "".join(f"[{part!r}]" for part in path)

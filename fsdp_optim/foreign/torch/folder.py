@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from fsdp_optim.formats.base.beside import BesideOthers
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.json_text import parse_json
-from fsdp_optim.formats.base.protocols import COMMON
-from fsdp_optim.formats.base.summary import ManifestSummary
+from fsdp_optim.formats.base.protocols import COMMON, Half
+from fsdp_optim.formats.base.summary import ManifestSummary, SavedRoles
 from fsdp_optim.storage.base import CheckpointStatus, Opened, is_sure_that_not
 
 NAME = "torch_files.json"
 ONE = "checkpoint.pt"
 """The name of the one file of the format "torch_file"."""
+
+PARTS: Mapping[Half, str] = {"model": "model", "optim": "optimizer"}
+"""The keys of the two halves in this file."""
+
+ROLES = "fsdp_optim_roles"
+"""The key of a list of those of these two that the file has, where other values in it could be taken for such a half."""
+
+MODEL_FILE, OPTIM_FILE = "model.pt", "optim.pt"
+"""The names of the files of the two halves in the format "torch"."""
 
 EXTRAS = {COMMON: "trainer.pt"}
 """By the name of an extra, the file of the format "torch" that has it; those of ranks have the file of their name."""
@@ -25,7 +34,7 @@ PER_RANK = "per_rank_extra"
 
 _OF_RANK = re.compile(r"rank-(\d{5,})\.pt")
 _MOST_NBYTES = 64 << 20  # files of DeepSpeed's universal checkpoints are many
-_OWN = ("model.pt", "optim.pt", "modules.pt", ONE, NAME, *EXTRAS.values())
+_OWN = (MODEL_FILE, OPTIM_FILE, "modules.pt", ONE, NAME, *EXTRAS.values())
 
 
 def rank_in(name: str) -> int | None:
@@ -66,6 +75,22 @@ def summary_of(opened: Opened, manifest: str = NAME) -> ManifestSummary:
     values = parse_json(where, opened.read_whole(manifest, most_nbytes=_MOST_NBYTES))
     with as_checkpoint_error(where):
         return ManifestSummary.from_json(where, values["brief"])
+
+
+def roles_in(opened: Opened, name: str) -> SavedRoles | None:
+    """Return which parts of a file are the model's and the optimizer's, if the manifest of its folder says so."""
+    with contextlib.suppress(OSError, MemoryError):
+        summary = summary_of(opened) if opened.has(NAME) else None
+        if summary is None or summary.roles is None or summary.files.get(name) != opened.nbytes_of(name):
+            return None
+        roles = summary.roles
+        if name == ONE:
+            return roles
+        return SavedRoles(
+            roles.model if name == MODEL_FILE else None,
+            roles.optim if name == OPTIM_FILE else None,
+        )
+    return None
 
 
 def sequence_of(opened: Opened, manifest: str = NAME) -> int:

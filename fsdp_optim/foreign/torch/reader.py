@@ -15,9 +15,17 @@ from fsdp_optim.foreign.archive.safe_values import KINDS, of_file, restored
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive, is_torch_archive, read_archive
 from fsdp_optim.foreign.hugging_face.reader import HUGGING_FACE, check_index, weight_map_of
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader, ForeignValues, Source
-from fsdp_optim.foreign.torch.folder import EXTRAS, PER_RANK, rank_in, summary_of
+from fsdp_optim.foreign.torch.folder import EXTRAS, PER_RANK, rank_in, roles_in, summary_of
 from fsdp_optim.foreign.torch.folder import NAME as OUR_MANIFEST
-from fsdp_optim.foreign.torch.roles import TorchParts, is_extra_state, is_no_tensor, joined_optims, parts_of
+from fsdp_optim.foreign.torch.roles import (
+    TorchParts,
+    is_extra_state,
+    is_no_tensor,
+    joined_optims,
+    parts_of,
+    recorded_in,
+    recorded_parts,
+)
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.index import stored_in
 from fsdp_optim.formats.base.protocols import COMMON, SavedWeights, StoredTensor
@@ -127,7 +135,7 @@ class _Files:
                     f"{opened.where}: has {len(candidates)} torch files of the same kind: give the path of one of them: "
                     f"{shortened(candidates)}"
                 )
-        if not models and not optims:
+        if not models and not optims and not is_ours:
             raise CheckpointError(f"{opened.where}: has no file of a model or an optimizer")
         return cls(models[0] if models else "", optims[0] if optims else "", extras, of_ranks)
 
@@ -154,7 +162,11 @@ class _Content:
     def add(self, name: str) -> None:
         """Add all parts of a file."""
         archive = self._archive(name)
-        parts = parts_of(archive.where, archive.value)
+        roles = recorded_in(archive.value) or roles_in(self.opened, name)
+        if roles is not None:
+            parts = recorded_parts(archive.where, archive.value, roles)
+        else:
+            parts = parts_of(archive.where, archive.value)
         if parts.model is not None:
             self._add_model(archive, parts.model, parts.where_model)
         if parts.optims:

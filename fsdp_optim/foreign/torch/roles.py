@@ -1,4 +1,5 @@
-"""Which part of a torch file is the model, which is the optimizer, and which are values of the trainer: decided by structure.
+"""Which part of a torch file is the model, which is the optimizer, and which are values of the trainer: a writer of this library
+has recorded it (`recorded_parts`); in other files the structure decides (`parts_of`).
 
 A model is a dict of tensors by name. An optimizer is a dict with `state` and `param_groups`, or their flattened form, or a list
 of such dicts. The keys that trainers use for them decide only between several candidates. A dict of weights with other values
@@ -13,8 +14,14 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.foreign.archive.torch_zip import TensorStub
+from fsdp_optim.foreign.archive.tree import mapped
+from fsdp_optim.foreign.torch.folder import PARTS, ROLES
 from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.formats.base.summary import SavedRoles
 from fsdp_optim.formats.base.unread import Unread
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "weights")
@@ -80,6 +87,68 @@ def parts_of(where: str, value: Any) -> TorchParts:
                 f"optimizer (a dict with state and param_groups): its keys are {_listed(levels[0])}"
             )
         path, value = (*path, inside[0]), value[inside[0]]
+
+
+def recorded_parts(where: str, value: Any, roles: SavedRoles) -> TorchParts:
+    """Return the parts of the value of a file, as its writer has recorded them.
+
+    Raises CheckpointError where they are not there.
+    """
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{where}: has a {type(value).__name__} and no dict of a model or an optimizer")
+    model, optim = _recorded(where, value, roles.model), _recorded(where, value, roles.optim)
+    if optim is not None and not is_optim(optim):
+        raise CheckpointError(f"{where}: its optimizer has no state and param_groups")
+    is_part = [] in (roles.model, roles.optim)
+    rest = {key: item for key, item in value.items() if not is_part and key not in (*PARTS.values(), ROLES)}
+    return TorchParts(
+        model,
+        [optim] if optim is not None else (),
+        rest=rest,
+        where_model=_shown((), *roles.model) if roles.model else "",
+        where_optim=_shown((), *roles.optim) if roles.optim else "",
+    )
+
+
+def tells_roles(halves: Mapping[str, Any], rest: Mapping[Any, Any]) -> bool:
+    """Return whether the structure of a file that is written shows its halves, which are under their keys, as what they are."""
+
+    def stored(tensor: Any) -> StoredTensor:
+        return StoredTensor("", str(tensor.dtype), tuple(tensor.shape), "", 0)
+
+    if not rest:
+        return True
+    file: Any = {**halves, **rest}
+    for kind in (TensorStub, torch.Tensor):
+        file = mapped(file, kind, stored)
+    try:
+        parts = parts_of("", file)
+    except CheckpointError:
+        return False
+    optim = parts.optims[0] if len(parts.optims) == 1 else None
+    shown = dict(zip(PARTS.values(), (parts.model, optim), strict=True))
+    return not parts.path and all(shown[key] is file.get(key) for key in shown)
+
+
+def recorded_in(value: Any) -> SavedRoles | None:
+    """Return the roles that a file with everything records itself; None if it does not."""
+    keys = value.get(ROLES) if isinstance(value, Mapping) else None
+    if not isinstance(keys, list) or not all(key in PARTS.values() for key in keys):
+        return None
+    model, optim = ([key] if key in keys else None for key in PARTS.values())
+    return SavedRoles(model, optim)
+
+
+def _recorded(where: str, value: Mapping[Any, Any], keys: Sequence[str] | None) -> Mapping[Any, Any] | None:
+    """Return the dict to which recorded keys lead; None where none is recorded."""
+    if keys is None:
+        return None
+    for key in keys:
+        inner = value.get(key)
+        if not isinstance(inner, Mapping):
+            raise CheckpointError(f"{where}: has no dict under the key {key!r}, which was saved")
+        value = inner
+    return value
 
 
 def is_model(value: Any) -> bool:

@@ -23,8 +23,9 @@ from fsdp_optim.errors import CheckpointError, wrong_use
 from fsdp_optim.foreign.archive.safe_values import KINDS, Kinds, in_file, safe
 from fsdp_optim.foreign.archive.torch_zip import ArchiveFrames, TensorStub
 from fsdp_optim.foreign.archive.tree import mapped
-from fsdp_optim.foreign.torch.folder import EXTRAS, NAME, ONE, PER_RANK, TorchFilesProbe, sequence_of
+from fsdp_optim.foreign.torch.folder import EXTRAS, NAME, ONE, PARTS, PER_RANK, ROLES, TorchFilesProbe, sequence_of
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
+from fsdp_optim.foreign.torch.roles import tells_roles
 from fsdp_optim.formats.base.checksums import join_tables
 from fsdp_optim.formats.base.description import OPAQUE, SCALAR, OptimDescription
 from fsdp_optim.formats.base.frames import joined
@@ -44,13 +45,12 @@ from fsdp_optim.formats.base.protocols import (
     WrittenFiles,
 )
 from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
-from fsdp_optim.formats.base.summary import ManifestSummary
+from fsdp_optim.formats.base.summary import ManifestSummary, SavedRoles
 from fsdp_optim.options import KeyBy
 from fsdp_optim.storage.base import CheckpointProbe, Opened
 from fsdp_optim.tensors.memory import bytes_in_memory, dtype_name, dtype_named
 
 _VERSION = 1
-_KEYS: Mapping[Half, str] = {"model": "model", "optim": "optimizer"}
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,8 @@ class TorchWriter(Writer):
             for number, tensor in enumerate(both)
         }
         kinds = {KINDS: self._kinds} if self._kinds else {}
-        tree = {**{_KEYS[half]: self._half(half, stubs) for half in tensors}, **self._values, **kinds}
+        halves = {PARTS[half]: self._half(half, stubs) for half in tensors}
+        tree = {**halves, **self._values, **kinds, **({} if tells_roles(halves, self._values) else {ROLES: [*halves]})}
         return [planned_archive(ONE, None, both, tree)]
 
     def _of_half(self, half: Half, tensors: Sequence[PlannedTensor]) -> PlannedFile:
@@ -179,7 +180,7 @@ class TorchWriter(Writer):
         self._kinds += kinds
         check_safe(name, kept, allow_pickle=allow_pickle)
         if position is None:
-            taken = [key for key in kept if key in (*_KEYS.values(), PER_RANK, KINDS)]
+            taken = [key for key in kept if key in (*PARTS.values(), PER_RANK, KINDS, ROLES)]
             if taken:
                 raise CheckpointError(
                     f"the trainer's value {taken[0]!r} has the name of a part of the file {ONE}: write the format "
@@ -201,7 +202,18 @@ class TorchWriter(Writer):
     def last(
         self, prepared: Prepared, files: Sequence[PlannedFile], written: WrittenFiles, stamp: Stamp
     ) -> Iterator[tuple[str, bytes]]:
-        yield manifest_of(prepared.content, prepared.document, prepared.document.world_size, files, written, stamp)
+        contents: CheckpointContents = prepared.document
+        yield manifest_of(
+            prepared.content, contents, contents.world_size, files, written, stamp, roles=self._roles_of(contents)
+        )
+
+    def _roles_of(self, contents: CheckpointContents) -> SavedRoles:
+        """Return which part of the files is the model's and which the optimizer's, for the manifest."""
+        has_model = contents.weights != "none" and bool(contents.params or contents.aliases or self._modules)
+        return SavedRoles(
+            [PARTS["model"]][: self.in_one] if has_model else None,
+            [PARTS["optim"]][: self.in_one] if contents.optim is not None else None,
+        )
 
 
 def planned_archive(name: str, half: Half | None, tensors: Sequence[PlannedTensor], tree: Any) -> PlannedFile:
@@ -235,6 +247,8 @@ def manifest_of(
     files: Sequence[PlannedFile],
     written: WrittenFiles,
     stamp: Stamp,
+    *,
+    roles: SavedRoles | None = None,
 ) -> tuple[str, bytes]:
     """Return the manifest of a folder of torch files. Raises CheckpointError where a byte was not written."""
     for file in files:
@@ -251,6 +265,7 @@ def manifest_of(
         files={**{file.name: file.nbytes for file in files}, **written.extras},
         weights=contents.weights,
         weights_dtype=contents.weights_dtype,
+        roles=roles,
     )
     return NAME, json.dumps({"brief": summary.to_json()}, indent=1).encode() + b"\n"
 

@@ -40,6 +40,20 @@ class ManagerRecord(Struct, frozen=True):
     metric: float | None
 
 
+class SavedRoles(Struct, frozen=True, omit_defaults=True):
+    """What the parts of a checkpoint are, where its files have the form of another library, in which only names say it.
+
+    Attributes:
+        model, optim: the keys that lead to the model's dict and to the optimizer's; empty: it is the top level; None: there is
+            none.
+        state: the names of the trainer's values at the top level, as `ascii` shows them, where the model's dict is there too.
+    """
+
+    model: list[str] | None = None
+    optim: list[str] | None = None
+    state: list[str] = []
+
+
 class ManifestSummary(Struct, frozen=True, omit_defaults=True):
     """The summary of a manifest.
 
@@ -58,6 +72,8 @@ class ManifestSummary(Struct, frozen=True, omit_defaults=True):
         weights_dtype: torch's name of the dtype to which floating weights were cast; None: they were saved as they were.
         thinned_from: the `content` before `thin` removed the optimizer; None if it did not.
         wrapper: what wrapped the model that was saved, for users; empty for a plain model, and where an older version saved.
+        roles: which parts of the files are the model's and the optimizer's; None in formats whose files say so, where an older
+            version saved, and where a save knew neither model nor optimizer.
     """
 
     version: int
@@ -74,6 +90,7 @@ class ManifestSummary(Struct, frozen=True, omit_defaults=True):
     weights_dtype: str | None = None
     thinned_from: str | None = None
     wrapper: str = ""
+    roles: SavedRoles | None = None
 
     @property
     def series(self) -> str:
