@@ -27,21 +27,28 @@ _DEVICE, _IS_CPU, _IS_CUDA = _Tensor.device.__get__, _Tensor.is_cpu.__get__, _Te
 _CASTS = {_Tensor.to, _Tensor.cpu, _Tensor.cuda}
 
 
-class Place:
-    """All that the host may ask the storage of a device's tensor: where it is."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._place = storage.data_ptr()
-
-    def data_ptr(self) -> int:
-        return self._place
-
-    def __getattr__(self, name: str) -> Any:
-        raise OnHost(f"{name} of the storage of a tensor that is not in the host's memory")
-
-
 class OnHost(RuntimeError):
     """Device memory was read as host memory, or was used with host memory in one function."""
+
+
+class Place(torch.UntypedStorage):
+    """All that the host may ask the storage of a device's tensor: where it is."""
+
+    place: int
+
+    @classmethod
+    def of(cls, storage: torch.UntypedStorage) -> Place:
+        made = cls(0)
+        made.place = storage.data_ptr()
+        return made
+
+    def data_ptr(self) -> int:
+        return self.place
+
+    def _refuse(self, *_: object) -> Any:
+        raise OnHost("the storage of a tensor that is not in the host's memory was read")
+
+    tolist = cpu = clone = nbytes = __getitem__ = __reduce__ = _write_file = _refuse  # type: ignore[assignment]
 
 
 class Device(TorchFunctionMode):
@@ -68,7 +75,7 @@ class Device(TorchFunctionMode):
         if on_device and func in _READS:
             raise OnHost(f"{getattr(func, '__name__', func)} of a tensor that is not in the host's memory")
         if on_device and func == _Tensor.untyped_storage:
-            return Place(func(*args))
+            return Place.of(func(*args))
         target = DEVICE if on_device else CPU
         if func in _CASTS:
             return self._cast(func, args, kwargs, is_mine=bool(on_device))
