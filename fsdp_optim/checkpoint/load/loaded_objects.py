@@ -162,7 +162,8 @@ class LoadedObjects:
                 self._trees.check_keys(tree, value, (name,))
             if isinstance(tree, Withheld) and self._strict and not is_stateful(_inner(value)) and has_tensors(value):
                 raise CheckpointError(f"state[{name!r}]: cannot be filled in place: {tree.why}")
-            if isinstance(value, PerRank) or not has_tensors(tree):
+            is_lost = self._is_lost(name, value)
+            if isinstance(value, PerRank) or not (has_tensors(tree) or is_lost):
                 continue
             if not is_stateful(value):
                 self._trees.add_tree(name, tree, value)
@@ -173,6 +174,12 @@ class LoadedObjects:
         self._trees.check(where, strict=self._strict, allow_unexpected=self._allows_unexpected)
         self.missing_keys = (*self.missing_keys, *self._trees.missing)
         self.unexpected_keys = (*self.unexpected_keys, *self._trees.unexpected)
+
+    def _is_lost(self, name: str, value: Any) -> bool:
+        """Return whether a tree has tensors to be filled, and the checkpoint has its name but may have none of them."""
+        if self._allows_unexpected or name not in self._saved.common or is_stateful(_inner(value)):
+            return False
+        return not isinstance(self._saved.common[name], Withheld) and has_tensors(value)
 
     def fill(self, checkpoint: Reader, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take the tensors of `targets` that were read, by key, and read what else the objects and the caller get.

@@ -69,11 +69,14 @@ class LoadedTrees:
         saved_at = {path: leaf.key for path, leaf in leaves_of(saved) if isinstance(leaf, InFile)}
         small = {path: leaf for path, leaf in leaves_of(saved) if isinstance(leaf, torch.Tensor)}
         for path, leaf in small.items():
-            if (
-                path in live
-                and is_plain(live[path])
-                and self._fits(name, path, leaf.shape, dtype_name(leaf.dtype), live[path])
-            ):
+            if path not in live:
+                continue
+            if not is_plain(live[path]):
+                self._differences.append(
+                    f"{shown((name, *path))}: a value that this checkpoint has in memory cannot fill a "
+                    f"{type(live[path]).__name__}: give an ordinary tensor, and distribute it after the load"
+                )
+            elif self._fits(name, path, leaf.shape, dtype_name(leaf.dtype), live[path]):
                 check_range(shown((name, *path)), [leaf], leaf.dtype, live[path].dtype)
                 self._small.append((live[path], leaf))
         lacking = (shown((name, *path)) for path in live if path not in saved_at and path not in small)
