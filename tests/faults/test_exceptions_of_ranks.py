@@ -95,7 +95,7 @@ LIBRARY = str(Path(fsdp_optim.__file__).parent) + os.sep
 
 # What tells the others of a failure cannot itself fail.
 NOT_BROKEN = (
-    *("errors.py", "machine.py", "wire.py", "collector.py"),
+    *("errors.py", "machine.py", "wire.py", "boundary/collector.py"),
     *(f"transport/{name}.py" for name in ("agree", "meeting", "turns", "base", "failure", "verdict", "world")),
     *(f"transport/{name}.py" for name in ("store_control", "stored_verdict", "stored_contents", "stored_meeting")),
     *(f"transport/{name}.py" for name in ("tree", "long_wait")),
