@@ -38,6 +38,13 @@ class Faulty(Loader):
         super().load_state_dict(state)
 
 
+def fail_to_save(run: Run) -> None:
+    """Take the steps 3 and 4, and wait until the background save of step 4 has failed, without hearing of it."""
+    run.steps(range(3, 5))
+    with contextlib.suppress(Exception):
+        run.manager._run._saving.handle.join()  # type: ignore[union-attr]
+
+
 def fail(root: Path, bad: int) -> None:
     """One rank fails, in each place: all ranks raise its error, and continue."""
     folder = root / f"bad-{bad}"
@@ -48,9 +55,7 @@ def fail(root: Path, bad: int) -> None:
         run.steps(range(1, 3))
         run.manager.wait()
         with full_disk(is_bad):
-            run.steps(range(3, 5))
-            with contextlib.suppress(Exception):
-                run.manager._run._saving.handle.join()  # type: ignore[union-attr]
+            fail_to_save(run)
             dist.barrier()
             run.train(5)
             refused(lambda: run.manager.step(5), CheckpointError, "step-00000004", "No space left on device")
@@ -132,9 +137,7 @@ def save_after_a_failure(root: Path, bad: int, name: str) -> None:
         run.steps(range(1, 3))
         run.manager.wait()
         with full_disk(is_bad):
-            run.steps(range(3, 5))
-            with contextlib.suppress(Exception):
-                run.manager._run._saving.handle.join()  # type: ignore[union-attr]
+            fail_to_save(run)
         dist.barrier()
         step = {"due": 6, "signal": 5, "asked": 5}[name]
         run.train(step)

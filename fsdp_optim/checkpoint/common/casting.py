@@ -43,7 +43,7 @@ def can_convert(before: torch.dtype, after: torch.dtype) -> bool:
         return False
     try:
         torch.empty(1, dtype=after, device="cpu").copy_(torch.zeros(1, dtype=torch.float64, device="cpu").to(before))
-    except RuntimeError:  # NotImplementedError too
+    except RuntimeError:  # torch says so of dtypes that it cannot convert; NotImplementedError is such an error
         return False
     return True
 

@@ -78,7 +78,7 @@ class WholeReading:
     places: Items
 
     def values(self, trees: Mapping[str, Any], most_nbytes: int = _MOST_EXTRA_NBYTES) -> WholeValues:
-        """Read the values of trees by name, of which each may have `most_nbytes` of tensors."""
+        """Read the values of each tree, by name. A tree with more than `most_nbytes` of tensors is withheld."""
         return WholeValues.of(self, trees, most_nbytes)
 
     def of_rank(self, rank: int, tree: Any, keys: WholeValues) -> RankValues:

@@ -115,7 +115,7 @@ class DcpWriter(Writer):
     def _roles_of(
         self, contents: CheckpointContents, weights: Collection[str], top_names: Sequence[str], *, is_new: bool
     ) -> SavedRoles | None:
-        """Return the record of the roles; None for a new tree of values, of which its caller knows what they are."""
+        """Return the record of the roles; None for a tree of values by itself (`dcp.save`): whoever loads one knows its parts."""
         if is_new and not contents.params and not weights and contents.optim is None:
             return None
         return SavedRoles(
