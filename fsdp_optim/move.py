@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -118,6 +119,12 @@ class End:
         """Return where this end holds a value, as a source, or needs it, as a target."""
         return value.placement
 
+    def placements(self, values: Sequence[StateValue]) -> Sequence[Placement]:
+        """Return `placement` of several values."""
+        if type(self).placement is End.placement:
+            return [value.placement for value in values]
+        return list(map(self.placement, values))
+
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
         """Return the cut in which the ranks read or write a value of a stored end. `other`: the cut of the other end."""
         return other
@@ -210,10 +217,10 @@ class _Route(NamedTuple):
 def _routes(values: Sequence[StateValue], source: End, target: End) -> list[_Route]:
     """Return the routes of values. The source, the target or both must be stored."""
     if not source.is_stored:
-        homes = list(map(source.placement, values))
+        homes = source.placements(values)
         return list(map(_Route, values, homes, target.io_placements(values, homes)))
     if not target.is_stored:
-        homes = list(map(target.placement, values))
+        homes = target.placements(values)
         cuts = source.io_placements(values, homes)
         return list(map(_Route, values, cuts, homes, itertools.repeat(True)))
     cuts = target.io_placements(values, source.io_placements(values, [value.placement for value in values]))
@@ -390,5 +397,10 @@ def _check_filled(planned: RankPlan, value: StateValue) -> None:
 
 def _batches(sized: Iterable[tuple[_Route, int]], most_nbytes: int) -> Iterator[list[_Route]]:
     """Yield batches of routes to move together, from pairs (route, elements to hold): a too large value is a batch alone."""
-    for batch in in_batches(sized, lambda pair: pair[1] * pair[0].value.dtype.itemsize, most_nbytes):
+    routes = [(route, numel * route.value.dtype.itemsize) for route, numel in sized]
+    if sum([nbytes for _, nbytes in routes]) <= most_nbytes:  # many small values
+        batches: Iterable[list[tuple[_Route, int]]] = [routes] if routes else ()
+    else:
+        batches = in_batches(routes, itemgetter(1), most_nbytes)
+    for batch in batches:
         yield [route for route, _ in batch]

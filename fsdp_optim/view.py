@@ -19,8 +19,7 @@ from fsdp_optim.tensors.dtensors import as_local, dtensor_like, is_dtensor, loca
 from fsdp_optim.tensors.memory import detached_copy, flatten, is_plain, laid_out_like
 
 
-@dataclass(frozen=True)
-class Original:
+class Original(Struct, frozen=True):
     """One original parameter inside a live parameter: the owner module and attribute, and where the elements live.
 
     `place`: the position among the parameters that the wrapper took out of their modules; None for a parameter that stayed

@@ -23,14 +23,13 @@ from fsdp_optim.tensors.dtensors import (
     check_cut,
     dtensor,
     dtensor_cut_like,
-    dtensor_like,
     grid_of,
     is_dtensor,
     is_loaded,
     local_of,
     placement_of,
 )
-from fsdp_optim.tensors.memory import flatten, is_plain, map_container
+from fsdp_optim.tensors.memory import flatten, is_plain, laid_out_like, map_container
 from fsdp_optim.view import Handle, LocalPart, Original, writing_into
 
 if TYPE_CHECKING:
@@ -52,7 +51,8 @@ class DTensorAdapter(Adapter):
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
         """Return the ranks of the mesh of every DTensor parameter."""
-        meshes = {id(param._spec.mesh): param._spec.mesh for param, _ in tree.listed(_params)}
+        specs = {id(spec): spec for spec in [param._spec for param, _ in tree.listed(_params)]}
+        meshes = {id(spec.mesh): spec.mesh for spec in specs.values()}
         return (tree.once(grid_of, mesh).in_order() for mesh in meshes.values())
 
     def kind(self, tree: ModuleTree) -> str:
@@ -76,14 +76,21 @@ class DTensorAdapter(Adapter):
             tuple[DeviceMesh, tuple[Placement, ...], Shape, frozenset[int] | None],
             tuple[OnMesh | Boxes, dict[object, dict[str, Any]]],
         ] = {}
+        alike: dict[tuple[int, Shape, frozenset[int] | None], tuple[object, dict[str, Any], OnMesh | Boxes]] = {}
         fsdp_dims = tree.listed(_fsdp_dims)
         for param, sites in tree.listed(_params):
             if id(param) in claimed:
                 continue
             described = param._spec  # one look, where its properties would be three
-            mesh, spec, shape = described.mesh, described.placements, tuple(param.shape)
             local, last = local_of(param), fsdp_dims.get(id(param))
-            if says_its_part(param, local):
+            says_part = says_its_part(param, local)
+            kind = id(described), local.shape, last  # equal parameters of one unit share their spec
+            known_kind = alike.get(kind) if not says_part else None
+            if known_kind is not None:
+                yield _handle_like(known_kind[1], param, known_kind[2], sites)
+                continue
+            mesh, spec, shape = described.mesh, described.placements, tuple(param.shape)
+            if says_part:
                 fqn = tree.fqn(*sites[0])
                 yield _handle(param, own_part(fqn, param), sites, tree.once(grid_of, mesh), last, empty_is_skipped=True)
                 continue
@@ -99,6 +106,7 @@ class DTensorAdapter(Adapter):
                 _check(tree.fqn(*sites[0]), param, placement)
                 handle = _handle(param, placement, sites[:1], tree.once(grid_of, mesh), last)
                 like = checked[seen] = {**vars(handle), "sort": handle.sort}
+            alike[kind] = described, like, placement  # the reference keeps the id unique
             yield _handle_like(like, param, placement, sites)
 
     def buffer(self, tree: ModuleTree, fqn: str, value: torch.Tensor) -> Handle | None:
@@ -215,7 +223,8 @@ def _fsdp_dims(tree: ModuleTree) -> dict[int, frozenset[int]]:
     all_of = once_each(_dims_of)
     for param in _params_of_fsdp(tree.modules):
         dims = getattr(param, "_dp_dim_indices", None)  # of a parameter that had all dimensions of the mesh before
-        dims_of[id(_live_param(param))] = all_of(param.mesh_info) if dims is None else dims
+        info = param._module_info
+        dims_of[id(tree.stand_ins[info.module, info.param_name])] = all_of(param.mesh_info) if dims is None else dims
     return dims_of
 
 
@@ -270,8 +279,12 @@ class DTensorHandle(Handle):
         if spec is None or not is_dtensor(value):
             return super().held(value)
         local = value._local_tensor
-        is_alike = spec is getattr(self.param, "_spec", None) and type(local) is torch.Tensor  # nearly always
-        if not is_alike or local.shape != self.local_shape:
+        # Nearly always the spec is the parameter's own.
+        if (
+            spec is not getattr(self.param, "_spec", None)
+            or type(local) is not torch.Tensor
+            or local.shape != self.local_shape
+        ):
             if not self.is_held(value):
                 return None
             local = local_of(value)
@@ -289,8 +302,9 @@ class DTensorHandle(Handle):
         return is_plain(local) and (local.shape == self.local_shape or not (local.numel() or self.local_numel))
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
-        if is_dtensor(self.param) and local_of(self.param).shape == self.local_shape:
-            return dtensor_like(flat, self.param)
+        param = self.param
+        if is_dtensor(param) and (local := local_of(param)).shape == self.local_shape:
+            return dtensor_cut_like(laid_out_like(flat, local), param)
         return self._dtensor(flat.view(self.local_shape), self.spec, self.shape)
 
     @cached_property
@@ -302,7 +316,8 @@ class DTensorHandle(Handle):
     def sort_of(self, value: object) -> object:
         if type(value) is torch.Tensor or not is_dtensor(value):
             return super().sort_of(value)
-        return id(value._spec), value.dtype, type(value._local_tensor), value._local_tensor.shape
+        local = value._local_tensor
+        return id(value._spec), local.dtype, type(local), local.shape
 
     def placement_of(self, value: torch.Tensor) -> Where | None:
         if not is_dtensor(value) or not is_plain(local_of(value)):

@@ -20,6 +20,7 @@ class Naming:
         self.aliases: dict[str, str] = {}
         self.given_names: dict[str, str] = {}
         self._places: dict[nn.Module, dict[str, int]] = {}
+        self._has_taken = False  # whether a wrapper has taken any parameter out of its module
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -29,7 +30,7 @@ class Naming:
     @property
     def mixed(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
         """(taken parameters, registered parameters) of each module that has both."""
-        if all(is_registered for _, is_registered, _ in self._keys.values()):
+        if not self._has_taken:
             return ()
         by_module: dict[int, tuple[list[str], list[str]]] = {}
         for fqn in self.order:
@@ -41,16 +42,20 @@ class Naming:
         """Return the Handle with its FQNs. Raises WrapperError where two parameters would have one name."""
         fqns = []
         for original in handle.originals:
-            module, attribute = original.module, original.attribute
-            fqn = self._rename(handle, self._tree.fqn(module, attribute))
+            module, attribute, place = original.module, original.attribute, original.place
+            fqn, index = self._tree.named(module, attribute)
+            if self._name_of is not None:
+                fqn = self._rename(handle, fqn)
             if fqn in self._keys:
                 raise self._same_name(fqn, module)
             self._modules[fqn] = module
-            if original.place is not None:
-                self._keys[fqn] = (self._tree.index(module), 0, original.place)
+            if place is not None:
+                self._keys[fqn] = (index, 0, place)
+                self._has_taken = True
             else:
-                self._keys[fqn] = (self._tree.index(module), 1, self._place_in(module)[attribute])
-            self._add_aliases(handle, module, attribute, fqn)
+                self._keys[fqn] = (index, 1, self._place_in(module, attribute))
+            if self._tree.has_other_paths:
+                self._add_aliases(handle, module, attribute, fqn)
             fqns.append(fqn)
         for position, module, attribute in handle.aliases:
             other = self._rename(handle, self._tree.fqn(module, attribute))
@@ -72,11 +77,14 @@ class Naming:
             "them apart"
         )
 
-    def _place_in(self, module: nn.Module) -> dict[str, int]:
+    def _place_in(self, module: nn.Module, attribute: str) -> int:
+        registered = module._parameters
+        if len(registered) == 1 and attribute in registered:
+            return 0
         places = self._places.get(module)
         if places is None:
-            places = self._places[module] = {attribute: place for place, attribute in enumerate(module._parameters)}
-        return places
+            places = self._places[module] = {attribute: place for place, attribute in enumerate(registered)}
+        return places[attribute]
 
     def _add_aliases(self, handle: Handle, module: nn.Module, attribute: str, fqn: str) -> None:
         for other in self._tree.other_fqns(module, attribute):

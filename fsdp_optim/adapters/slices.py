@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from torch import nn
 
 from fsdp_optim.adapters.tree import ModuleTree
@@ -61,7 +61,7 @@ def as_declared(tree: ModuleTree, handle: Handle, rank: int) -> Handle:
         if declared is not None:
             fqn = tree.fqn(original.module, original.attribute)
             original, is_declared = (
-                replace(original, placement=_in_whole(fqn, original.placement, declared, rank)),
+                structs.replace(original, placement=_in_whole(fqn, original.placement, declared, rank)),
                 True,
             )
         originals.append(original)

@@ -69,11 +69,11 @@ class ModuleTree:
         for root in roots:
             self._first_of_root.append(len(self._sites))
             self._visit(root, "")
-        replaced = stand_ins(self._sites)
+        self.stand_ins = stand_ins(self._sites)
         self._sites_of_params: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
         for module in self._sites:
             for attribute, registered in module._parameters.items():
-                param = replaced.get((module, attribute), registered)
+                param = self.stand_ins.get((module, attribute), registered)
                 if param is not None:
                     self._sites_of_params.setdefault(param, []).append((module, attribute))
 
@@ -121,13 +121,22 @@ class ModuleTree:
         return self._sites[module].path
 
     def fqn(self, module: nn.Module, attribute: str) -> str:
+        return self.named(module, attribute)[0]
+
+    def named(self, module: nn.Module, attribute: str) -> tuple[str, int]:
+        """Return the FQN of a parameter, and the index of its module."""
         site = self._sites.get(module)
         if site is None:
             raise WrapperError(
                 f"parameter {attribute!r} of a {type(module).__name__} is in a flat parameter, but its module is not "
                 "in the model any more: was a submodule replaced after wrapping?"
             )
-        return join(site.path, attribute)
+        return join(site.path, attribute), site.index
+
+    @property
+    def has_other_paths(self) -> bool:
+        """Whether a module is in several places."""
+        return bool(self._other_paths)
 
     def other_fqns(self, module: nn.Module, attribute: str) -> Iterable[str]:
         """Return the names of a parameter by other paths to the same module."""

@@ -98,7 +98,10 @@ def dtensor_cut_like(local: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 def is_usual_dtensor(value: object) -> bool:
     """Return whether a value is a DTensor with an ordinary local tensor, which is no part of a sum."""
-    return is_dtensor(value) and is_usual(value._local_tensor) and not is_partial(value)
+    if not is_dtensor(value) or not is_usual(value._local_tensor):
+        return False
+    placements = value._spec.placements
+    return not placements[0].is_partial() if len(placements) == 1 else not is_partial(value)
 
 
 def is_partial(value: DTensor) -> bool:
@@ -185,8 +188,7 @@ def check_order(fqn: str, spec: Any) -> None:
 
 def dtensor_like(flat: torch.Tensor, live: DTensor) -> torch.Tensor:
     """Return the DTensor of these local elements, 1-D, with mesh and placements of `live`."""
-    local = laid_out_like(flat, local_of(live))
-    return dtensor_cut_like(local, live)
+    return dtensor_cut_like(laid_out_like(flat, local_of(live)), live)
 
 
 def as_local(where: str, value: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Set
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
@@ -24,7 +24,7 @@ _USUAL = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64,
 _OF_LESS_THAN_A_BYTE = frozenset(f"torch.{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8))
 
 
-def is_usual(value: object) -> bool:
+def is_usual(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether a value is an ordinary tensor, whose elements can be copied. Nearly all are, and need no further check."""
     return type(value) is torch.Tensor and _has_usual_elements(value)
 

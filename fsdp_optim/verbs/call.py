@@ -263,13 +263,14 @@ def _with_all_listed(local: Local, global_state: GlobalState) -> Local:
     listed: dict[int, NamedHandle] = {}
     is_open: Callable[[Placement], bool] = once_each(attrgetter("is_open"))
     for named in local.view.handles:
-        if any(is_open(original.placement) for original in named.handle.originals):
-            merged = global_state.params
-            originals = tuple(
-                replace(original, placement=merged[fqn].placement) if fqn in merged else original
-                for fqn, original in zip(named.fqns, named.handle.originals, strict=True)
-            )
-            listed[id(named)] = structs.replace(named, handle=replace(named.handle, originals=originals))
+        if not any(map(is_open, [original.placement for original in named.handle.originals])):
+            continue  # nearly always
+        merged = global_state.params
+        originals = tuple(
+            structs.replace(original, placement=merged[fqn].placement) if fqn in merged else original
+            for fqn, original in zip(named.fqns, named.handle.originals, strict=True)
+        )
+        listed[id(named)] = structs.replace(named, handle=replace(named.handle, originals=originals))
     if not listed:
         return local
     handles = tuple(listed.get(id(named), named) for named in local.view.handles)

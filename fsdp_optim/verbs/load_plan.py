@@ -100,7 +100,7 @@ def plan_load(
     for param in local.optim.params:
         if (missing and missing.issuperset(param.named.fqns)) or param.handle.skipped:
             continue  # keeps its live state, or has no elements that the optimizer sees on this rank
-        summary = summary_for(param, summaries, missing, local.optim.evidence)
+        summary = summary_for(param, summaries, missing, local.optim)
         planned[param.local_id] = summary
         opaque[param.local_id] = opaque_values(param, summary, saved, local.view.rank, is_own=is_own)
     return LoadPlan(local, fit, planned, opaque)

@@ -10,6 +10,7 @@ from typing import Any
 from kit.masters import MasterOptimizer, Mixed, MixedAdapter
 from kit.shards import in_chunks, in_dtensors_of_shards, in_sharded_tensors
 from kit.wraps import in_ddp, in_fairscale, in_fsdp1, in_fsdp2, in_hsdp
+from msgspec import structs
 from parameterized import parameterized
 from torch import nn
 
@@ -98,9 +99,9 @@ class Wrong(MixedAdapter):
             (original,) = handle.originals
             shape = handle.local_shape
             if self.how == "shape":
-                handle = replace(handle, originals=(replace(original, placement=Whole((*shape, 1), ranks)),))
+                handle = replace(handle, originals=(structs.replace(original, placement=Whole((*shape, 1), ranks)),))
             if self.how == "nobody":
-                handle = replace(handle, originals=(replace(original, placement=Whole(shape, (7,))),))
+                handle = replace(handle, originals=(structs.replace(original, placement=Whole(shape, (7,))),))
             if self.how == "padding":
                 handle = replace(handle, num_padded=(3,) * len(ranks))
             if self.how == "changes":
@@ -111,7 +112,7 @@ class Wrong(MixedAdapter):
         for handle in super().masters(tree, optims):
             if self.how == "elsewhere":
                 first, second, *rest = handle.originals
-                moved = replace(first, placement=replace(first.placement, start=first.placement.start + 1))
+                moved = structs.replace(first, placement=replace(first.placement, start=first.placement.start + 1))
                 handle = replace(handle, originals=(moved, second, *rest))
             yield handle
 

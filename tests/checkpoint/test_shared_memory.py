@@ -10,7 +10,7 @@ import torch.distributed as dist
 from kit.compare import check_refused, check_same, error_text
 from kit.folders import InFolder
 from kit.wrapping import cpu
-from kit.wraps import in_ddp
+from kit.wraps import in_ddp, in_fsdp2
 from parameterized import parameterized
 from torch import nn
 
@@ -69,6 +69,22 @@ def load_on_ranks(path: str) -> list[tuple[str, str]]:
         return errors
 
 
+def load_dtensors(path: str) -> list[tuple[str, str]]:
+    """The local tensors of two DTensors share memory on rank 1, or on no rank."""
+    errors = []
+    with cpu():
+        for shares in (False, True):
+            model = in_fsdp2(Two())
+            weights = model.x.weight, model.y.weight
+            if shares and dist.get_rank() == 1:
+                weights[1]._local_tensor.set_(weights[0]._local_tensor)
+            before = [weight.to_local().clone() for weight in weights]
+            errors.append(error_text(partial(fsdp_optim.load, path, model)))
+            if shares:
+                check_same("nothing is changed", [weight.to_local() for weight in weights], before)
+    return errors
+
+
 class SharedMemoryTest(InFolder):
     def save(self, model: nn.Module, state: Any = None) -> None:
         fsdp_optim.save(self.path, model, state=state, options=QUIET)
@@ -117,6 +133,12 @@ class SharedMemoryTest(InFolder):
             for word in ("shares its memory with", "state.tree.b", other):
                 self.assertIn(word, text)
             self.assertEqual(tensor.unique().tolist(), [5.0])
+
+    def test_local_tensors_of_dtensors(self) -> None:
+        self.save(Two())
+        of_own, shared = zip(*run_on_ranks(load_dtensors, 2, str(self.path)), strict=True)
+        self.assertEqual(of_own, (("", ""),) * 2)
+        check_refused("", shared, "StateError", "y.weight shares its memory with x.weight on rank 1")
 
     def test_on_one_rank(self) -> None:
         saved = Two()

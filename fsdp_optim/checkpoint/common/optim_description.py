@@ -27,23 +27,29 @@ def describe(state: SavedHalf, stored: Mapping[str, StoredTensor]) -> SavedOptim
                 raise CheckpointError(
                     f"param group {index}: the name of a hyperparameter is {name!r}, but must be a str"
                 )
-    tensors = {(value.fqn, value.name): stored[value.stored_name] for value in state.tensors}
+    tensors: dict[str, dict[Any, StoredTensor]] = {}
+    for value in state.tensors:
+        tensors.setdefault(value.fqn, {})[value.name] = stored[value.stored_name]
     entries: dict[str, dict[Any, Any]] = {}
     kinds: dict[str, dict[Any, str]] = {}
     for fqn, param in state.global_state.params.items():
-        values, words = dict[Any, Any](), dict[Any, str]()
-        summary = param.summary
-        scalars = dict(summary.scalars) if summary is not None else {}
-        for name, kind in summary.kinds if summary is not None else ():
-            if (fqn, name) in tensors:
-                values[name], words[name] = tensors[fqn, name], kind
+        summary, in_files = param.summary, tensors.get(fqn, {})
+        if summary is None:
+            entries[fqn] = {}
+            continue
+        values, words = entries[fqn], kinds[fqn] = dict[Any, Any](), dict[Any, str]()
+        if len(in_files) == len(summary.names):  # nearly always
+            words.update(summary.kinds)
+            values.update({name: in_files[name] for name in words})
+            continue
+        scalars = dict(summary.scalars)
+        for name, kind in summary.kinds:
+            if name in in_files:
+                values[name], words[name] = in_files[name], kind
             elif name in scalars:
                 values[name], words[name] = scalars[name].value, SCALAR
             elif (fqn, name) in state.opaque:
                 values[name], words[name] = state.opaque[fqn, name], OPAQUE
-        entries[fqn] = values
-        if summary is not None:
-            kinds[fqn] = words
     groups = [
         {**hyper, "params": list(state.global_state.group_fqns(index))}
         for index, hyper in enumerate(state.local.optim.groups)

@@ -76,7 +76,7 @@ def _of_weights(weights: Weights | None) -> Iterator[_Target]:
     flats = weights.flats if weights is not None else {}
     for param in weights.local.optim.params if weights is not None else ():
         if param.local_id in flats and len(flats[param.local_id]) == 1:
-            live, (flat,) = param.handle.weights(), flats[param.local_id].values()
+            live, (flat,) = param.handle.held(param.handle.as_value()), flats[param.local_id].values()
             if type(live) is torch.Tensor:  # the storage of other classes is not all of them
                 yield _Target(param.named.fqns[0], live, flat)
 

@@ -156,12 +156,13 @@ class Weights(Struct, frozen=True):
 
     def _install(self) -> None:
         for param in self.local.optim.params:
-            flats = self.flats.get(param.local_id, {})
-            if set(flats) == {dtype_name(param.handle.weights_dtype)} or (
-                len(flats) == 1 and self.stored.keys() >= set(param.named.fqns)
-            ):
+            flats = self.flats.get(param.local_id)
+            if not flats:
+                continue
+            is_complete = all(fqn in self.stored for fqn in param.named.fqns)
+            if len(flats) == 1 and (is_complete or dtype_name(param.handle.weights_dtype) in flats):
                 param.handle.install(next(iter(flats.values())))
-            elif flats:
+            else:
                 param.handle.install(merged(param, flats, self.stored, self.local.view.rank))
 
 

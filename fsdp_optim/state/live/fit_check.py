@@ -17,6 +17,7 @@ from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.values.kinds import Evidence, Kind, is_scalar
 from fsdp_optim.state.values.opaque import OpaqueShards
 from fsdp_optim.state.values.supported import is_sparse, sparse
+from fsdp_optim.tensors.elements import is_usual
 from fsdp_optim.tensors.memory import is_plain
 
 _NO_DIFFERENCE = frozenset({"kept", "live_groups"})
@@ -162,13 +163,14 @@ def _check_groups(full: FullState, names: Names, saved: Mapping[str, int]) -> No
 def check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
     """Raise StateError for values that should have the shape of their parameter and do not."""
     evidence = full.evidence(shapes)
-    fitting: set[tuple[object, ...]] = (
-        set()
-    )  # tensors without elements, which parameters share: what was checked of them
+    fitting: set[tuple[object, ...]] = set()  # of tensors without elements, which parameters share: what was checked
     for fqn, values in full.state.items():
         shape, words = shapes.get(fqn), full.kinds.get(fqn, {})
         for name, value in values.items() if shape is not None else ():
-            key = id(value), words.get(name), shape
+            word = words.get(name)
+            if word == Kind.SCALAR.value and is_usual(value) and not value.dim():
+                continue
+            key = id(value), word, shape
             if key in fitting or shape is None:
                 continue
             if is_sparse(value):

@@ -125,12 +125,13 @@ class LocalParam(Struct, frozen=True, dict=True):
     owner: tuple[int, LocalId] = (0, 0)
     offloaded: bool = False
 
-    def device_of(self, name: str) -> torch.device:
+    def device_of(self, name: str, beside: torch.device | None = None) -> torch.device:
         """Return where a loaded value belongs: on the CPU if its live value, or what state there is, was moved there.
 
-        Else on the parameter's device, where torch's optimizers make their state.
+        Else on the parameter's device, where torch's optimizers make their state. `beside`: that device, if the caller knows it.
         """
-        beside = self.handle.device
+        if beside is None:
+            beside = self.handle.device
         if beside.type == "cpu":
             return beside
         live = (self.state or {}).get(name)

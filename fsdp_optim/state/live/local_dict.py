@@ -17,7 +17,7 @@ from fsdp_optim.state.live.fit_check import Fit
 from fsdp_optim.state.live.fused import check_follows, why_together
 from fsdp_optim.state.live.local import LocalOptim, LocalParam
 from fsdp_optim.state.live.saved_groups import hypers_of_each
-from fsdp_optim.state.values.kinds import Evidence, Kind
+from fsdp_optim.state.values.kinds import Kind
 from fsdp_optim.state.values.opaque import OpaqueShards, depends_on_cut, holds_all
 from fsdp_optim.state.values.summary import OpaqueType, Scalar, Scalars, Summary
 from fsdp_optim.tensors.memory import Slabs, copy_in_memory, detached_copy, empty, flatten, is_plain, laid_out_like
@@ -75,18 +75,17 @@ def _alike(
     return tuple(key), numbers
 
 
-def summary_for(param: LocalParam, summaries: Summaries, missing: frozenset[str], live: Evidence) -> Summary | None:
+def summary_for(param: LocalParam, summaries: Summaries, missing: frozenset[str], live: LocalOptim) -> Summary | None:
     """Return the summary of one live parameter, which must be equal for all its originals; StateError names two that differ.
 
-    Originals in `missing` keep their state in the live optimizer (`live`: the evidence about its values), whose summary must
-    agree with the other originals' summary.
+    Originals in `missing` keep their state in the live optimizer, whose summary must agree with the other originals' summary.
     """
     if not missing and len(param.named.fqns) == 1:
         summary = summaries.get(param.named.fqns[0])  # nearly always
         if param.named.handle.fused:
             check_follows(param, summary)
         return summary
-    kept = param.summary(live) if missing and not missing.isdisjoint(param.named.fqns) else None
+    kept = param.summary(live.evidence) if missing and not missing.isdisjoint(param.named.fqns) else None
     by_original = [(fqn, kept if fqn in missing else summaries.get(fqn)) for fqn in param.named.fqns]
     for _, each in by_original if param.handle.fused else ():
         check_follows(param, each)
@@ -136,10 +135,10 @@ class Flats:
             return {}
         tensors, handle = {}, param.named.handle
         numel, padding = self._kind_of(handle)
-        shape = (numel,)
+        shape, beside = (numel,), handle.device
         keeps = bool(self._missing) and param.state is not None and not self._missing.isdisjoint(param.named.fqns)
         for name, dtype in summary.dtypes.items():
-            flat = tensors[name] = self._slabs.empty(shape, dtype, param.device_of(name))
+            flat = tensors[name] = self._slabs.empty(shape, dtype, param.device_of(name, beside))
             for start, stop in padding:
                 flat[start:stop].zero_()
             live = handle.local(param.state[name]) if keeps and param.state is not None else None

@@ -84,27 +84,19 @@ class RankReport:
     def text(self) -> str:
         """Return a text that is equal only for equal reports. Placements and summaries that parameters share are written once."""
         parts: dict[str, int] = {}
-        numbers: dict[int, int] = {}
-
-        # The number of a part's text among the texts of all parts, in the order in which they come.
-        for param in self.params:
-            for part in (*param.placements, param.num_padded, param.summary):
-                if id(part) not in numbers:  # the report keeps its parts alive, and so their ids
-                    numbers[id(part)] = parts.setdefault(repr(part), len(parts))
         kinds: dict[tuple[object, ...], int] = {}
+        numbers: dict[tuple[object, ...], int] = {}  # of kinds, by the ids of their parts, which the report keeps alive
         lines = []
         for param in self.params:
-            kind = (
-                *[numbers[id(placement)] for placement in param.placements],
-                param.group_index,
-                numbers[id(param.num_padded)],
-                param.collected,
-                numbers[id(param.summary)],
-                param.fingerprint,
-                param.loose,
-                param.what,
-            )
-            lines.append(kinds.setdefault(kind, len(kinds)))
+            others = param.group_index, param.collected, param.fingerprint, param.loose, param.what
+            alike = (*map(id, param.placements), id(param.num_padded), id(param.summary), others)
+            number = numbers.get(alike)
+            if number is None:
+                # The number of each part's text among the texts of all parts, in the order in which they come.
+                texts = map(repr, (*param.placements, param.num_padded, param.summary))
+                kind = *[parts.setdefault(text, len(parts)) for text in texts], *others
+                number = numbers[alike] = kinds.setdefault(kind, len(kinds))
+            lines.append(number)
         fqns = [param.fqns for param in self.params]
         return f"{replace(self, params=())!r} {fqns!r} {lines!r} {list(kinds)!r} {list(parts)!r}"
 
