@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -36,6 +35,7 @@ from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure
 
 _CPU = torch.device("cpu")
+_MOST_ROUTES = 1 << 13  # at once, so that what a move makes for each value does not grow with the number of values
 
 
 Key = tuple[bool, str, str]
@@ -119,12 +119,6 @@ class End:
         """Return where this end holds a value, as a source, or needs it, as a target."""
         return value.placement
 
-    def placements(self, values: Sequence[StateValue]) -> Sequence[Placement]:
-        """Return `placement` of several values."""
-        if type(self).placement is End.placement:
-            return [value.placement for value in values]
-        return list(map(self.placement, values))
-
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
         """Return the cut in which the ranks read or write a value of a stored end. `other`: the cut of the other end."""
         return other
@@ -168,22 +162,14 @@ def move(
     if not source.is_stored and not target.is_stored:
         exchange(group, _items(values, source, target, plans, failure), failure, budget)
         return
-    routes = _routes(values, source, target)
-    direct, others = list[_Route](), list[_Route]()
-    for route in routes:
-        (direct if route.is_direct else others).append(route)
-    with failure:
-        if failure.error is not None:
-            pass  # nothing is read or written after an error
-        elif target.is_stored and source.is_stored:
-            for slices in _stored_slices(direct, group.rank, budget):
-                source.fill(slices)
-                target.drain(slices)
-                slices.clear()
-        elif target.is_stored:
-            _drain_live(direct, source, target, group.rank, budget)
-        else:
-            source.fill([Slice(route.value, route.target, target.memory(route.value)) for route in direct])
+    others: list[_Route] = []
+    for first in range(0, len(values), _MOST_ROUTES):
+        direct: list[_Route] = []
+        for route in _routes(values[first : first + _MOST_ROUTES], source, target):
+            (direct if route.is_direct else others).append(route)
+        if failure.error is None:  # nothing is read or written after an error
+            with failure:
+                _move_direct(direct, source, target, group.rank, budget)
     staging = budget.share(2, "elements in another cut than they are stored in, and the messages that carry them")
     staged = [(route, route.staged.most_numel) for route in others]
     pages = Pages(is_kept=target.is_stored and target.keeps_memory)
@@ -194,6 +180,19 @@ def move(
             _move_window(
                 batch, window, source, target, pages, plans=plans, group=group, budget=staging, failure=failure
             )
+
+
+def _move_direct(routes: Sequence[_Route], source: End, target: End, rank: int, budget: Budget) -> None:
+    """Move values that leave the source in the cut of the target, without messages."""
+    if target.is_stored and source.is_stored:
+        for slices in _stored_slices(routes, rank, budget):
+            source.fill(slices)
+            target.drain(slices)
+            slices.clear()
+    elif target.is_stored:
+        _drain_live(routes, source, target, rank, budget)
+    else:
+        source.fill([Slice(route.value, route.target, target.memory(route.value)) for route in routes])
 
 
 class _Route(NamedTuple):
@@ -217,10 +216,10 @@ class _Route(NamedTuple):
 def _routes(values: Sequence[StateValue], source: End, target: End) -> list[_Route]:
     """Return the routes of values. The source, the target or both must be stored."""
     if not source.is_stored:
-        homes = source.placements(values)
+        homes = list(map(source.placement, values))
         return list(map(_Route, values, homes, target.io_placements(values, homes)))
     if not target.is_stored:
-        homes = target.placements(values)
+        homes = list(map(target.placement, values))
         cuts = source.io_placements(values, homes)
         return list(map(_Route, values, cuts, homes, itertools.repeat(True)))
     cuts = target.io_placements(values, source.io_placements(values, [value.placement for value in values]))
@@ -397,10 +396,5 @@ def _check_filled(planned: RankPlan, value: StateValue) -> None:
 
 def _batches(sized: Iterable[tuple[_Route, int]], most_nbytes: int) -> Iterator[list[_Route]]:
     """Yield batches of routes to move together, from pairs (route, elements to hold): a too large value is a batch alone."""
-    routes = [(route, numel * route.value.dtype.itemsize) for route, numel in sized]
-    if sum([nbytes for _, nbytes in routes]) <= most_nbytes:  # many small values
-        batches: Iterable[list[tuple[_Route, int]]] = [routes] if routes else ()
-    else:
-        batches = in_batches(routes, itemgetter(1), most_nbytes)
-    for batch in batches:
+    for batch in in_batches(sized, lambda pair: pair[1] * pair[0].value.dtype.itemsize, most_nbytes):
         yield [route for route, _ in batch]

@@ -83,21 +83,19 @@ class DTensorAdapter(Adapter):
                 continue
             described = param._spec  # one look, where its properties would be three
             local, last = local_of(param), fsdp_dims.get(id(param))
-            says_part = says_its_part(param, local)
-            kind = id(described), local.shape, last  # equal parameters of one unit share their spec
-            known_kind = alike.get(kind) if not says_part else None
-            if known_kind is not None:
-                yield _handle_like(known_kind[1], param, known_kind[2], sites)
+            if says_its_part(param, local):
+                place = own_part(tree.fqn(*sites[0]), param)
+                yield _handle(param, place, sites, tree.once(grid_of, described.mesh), last, empty_is_skipped=True)
+                continue
+            kind = id(described), local.shape, last  # equal parameters share their spec
+            if kind in alike:
+                yield _handle_like(*alike[kind][1:], param, sites)
                 continue
             mesh, spec, shape = described.mesh, described.placements, tuple(param.shape)
-            if says_part:
-                fqn = tree.fqn(*sites[0])
-                yield _handle(param, own_part(fqn, param), sites, tree.once(grid_of, mesh), last, empty_is_skipped=True)
-                continue
             known = placements.get((mesh, spec, shape, last))
             if known is None:
-                place = placed(tree.fqn(*sites[0]), shape, tree.once(grid_of, mesh), spec, last)
-                known = placements[mesh, spec, shape, last] = place, {}
+                where = placed(tree.fqn(*sites[0]), shape, tree.once(grid_of, mesh), spec, last)
+                known = placements[mesh, spec, shape, last] = where, {}
             placement, checked = known
             held = local.shape
             seen = held if len(spec) < 2 else (held, getattr(described, "shard_order", None))
@@ -107,7 +105,7 @@ class DTensorAdapter(Adapter):
                 handle = _handle(param, placement, sites[:1], tree.once(grid_of, mesh), last)
                 like = checked[seen] = {**vars(handle), "sort": handle.sort}
             alike[kind] = described, like, placement  # the reference keeps the id unique
-            yield _handle_like(like, param, placement, sites)
+            yield _handle_like(like, placement, param, sites)
 
     def buffer(self, tree: ModuleTree, fqn: str, value: torch.Tensor) -> Handle | None:
         """Return the Handle of a DTensor buffer, as in a tensor parallel module."""
@@ -156,7 +154,7 @@ def _handle(
 
 
 def _handle_like(
-    like: Mapping[str, Any], param: DTensor, placement: OnMesh | Boxes, sites: list[tuple[nn.Module, str]]
+    like: Mapping[str, Any], placement: OnMesh | Boxes, param: DTensor, sites: list[tuple[nn.Module, str]]
 ) -> DTensorHandle:
     """Return the Handle of a parameter that is cut as another one is. `like`: the attributes of that one's Handle.
 
@@ -279,12 +277,8 @@ class DTensorHandle(Handle):
         if spec is None or not is_dtensor(value):
             return super().held(value)
         local = value._local_tensor
-        # Nearly always the spec is the parameter's own.
-        if (
-            spec is not getattr(self.param, "_spec", None)
-            or type(local) is not torch.Tensor
-            or local.shape != self.local_shape
-        ):
+        is_alike = spec is getattr(self.param, "_spec", None) and type(local) is torch.Tensor  # nearly always
+        if not is_alike or local.shape != self.local_shape:
             if not self.is_held(value):
                 return None
             local = local_of(value)

@@ -260,24 +260,21 @@ def agree_on_state(
 
 def _with_all_listed(local: Local, global_state: GlobalState) -> Local:
     """Return `local` with the shards of all ranks, where an adapter knows only the shards of its own rank."""
-    listed: dict[int, NamedHandle] = {}
+    listed, params = dict[int, NamedHandle](), global_state.params
     is_open: Callable[[Placement], bool] = once_each(attrgetter("is_open"))
     for named in local.view.handles:
         if not any(map(is_open, [original.placement for original in named.handle.originals])):
             continue  # nearly always
-        merged = global_state.params
         originals = tuple(
-            structs.replace(original, placement=merged[fqn].placement) if fqn in merged else original
+            structs.replace(original, placement=params[fqn].placement) if fqn in params else original
             for fqn, original in zip(named.fqns, named.handle.originals, strict=True)
         )
         listed[id(named)] = structs.replace(named, handle=replace(named.handle, originals=originals))
     if not listed:
         return local
     handles = tuple(listed.get(id(named), named) for named in local.view.handles)
-    params = tuple(
-        structs.replace(param, named=listed.get(id(param.named), param.named)) for param in local.optim.params
-    )
-    return replace(local, view=replace(local.view, handles=handles), optim=replace(local.optim, params=params))
+    live = tuple(structs.replace(param, named=listed.get(id(param.named), param.named)) for param in local.optim.params)
+    return replace(local, view=replace(local.view, handles=handles), optim=replace(local.optim, params=live))
 
 
 def warn_of_mismatch(group: RankGroup, fqns: Sequence[str]) -> None:

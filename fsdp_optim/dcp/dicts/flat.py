@@ -194,11 +194,11 @@ class _GivenWeights(End):
     """The tensors of a dict that is loaded: full on some ranks, or cut over them."""
 
     index: CheckpointIndex
-    placement_of: Mapping[str, Placement]
+    placements: Mapping[str, Placement]
     flats: Mapping[str, torch.Tensor] = field(repr=False)
 
     def placement(self, value: StateValue) -> Placement:
-        return self.placement_of[stored_value(value).stored.key]
+        return self.placements[stored_value(value).stored.key]
 
     def memory(self, value: StateValue) -> torch.Tensor | None:
         return self.flats.get(stored_value(value).stored.key)

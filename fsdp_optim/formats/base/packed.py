@@ -69,10 +69,11 @@ class PackedExtents:
         stops = numpy.minimum(self.stops[of], (first[of] + number + 1) * grid)
         return PackedExtents(starts, stops, self.at[of] + starts - self.starts[of], self.memory)
 
-    def parts(self) -> list[memoryview]:
-        """Return the bytes of each range."""
-        memory, ends = self.memory, self.at + self.stops - self.starts
-        return [memory[start:stop] for start, stop in zip(self.at.tolist(), ends.tolist(), strict=True)]
+    def parts(self, first: int = 0, end: int | None = None) -> list[memoryview]:
+        """Return the bytes of each range, from the range `first` up to the range `end`."""
+        memory, begins = self.memory, self.at[first:end]
+        ends = begins + self.stops[first:end] - self.starts[first:end]
+        return [memory[start:stop] for start, stop in zip(begins.tolist(), ends.tolist(), strict=True)]
 
     def runs(self, grid: int) -> list[int]:
         """Return the borders of runs of ranges that are adjacent in the section. A multiple of `grid` ends a run."""
@@ -97,18 +98,19 @@ def write_packed(packed: PackedExtents, segment_nbytes: int, write: Callable[[Pi
     of_writes = written.runs(_TOGETHER)
     last_bytes = written.stops[numpy.array(of_writes[1:], numpy.intp) - 1]
     ends = starts.searchsorted(last_bytes).tolist()  # of the segments that begin before the end of each write
-    bodies = pieces.parts() if segment_nbytes else []
-    memory, places, first = written.parts(), (written.starts + offset).tolist(), 0
+    first = 0
+    # What each range needs is made for one write at a time, so that memory does not grow with the number of ranges.
     for (begin, end), last in zip(itertools.pairwise(of_writes), ends, strict=True):
         if segment_nbytes and last > first:
-            hashes[first:last] = _hashes_of(bodies, borders[first : last + 1])
+            hashes[first:last] = _hashes_of(pieces, borders[first : last + 1])
             first = last
-        write(memory[begin:end], places[begin])
+        write(written.parts(begin, end), int(written.starts[begin]) + offset)
     return numpy.stack([starts, stops, hashes.view(numpy.int64)], axis=1).astype("<i8").view("<u8")
 
 
-def _hashes_of(bodies: list[memoryview], borders: list[int]) -> list[int]:
-    """Return the hash of each segment, which consists of the bodies between two borders."""
-    if borders[-1] - borders[0] == len(borders) - 1:  # nearly always one each
-        return [*map(hash_of, bodies[borders[0] : borders[-1]])]
-    return [hash_of_pieces(bodies[begin:end]) for begin, end in itertools.pairwise(borders)]
+def _hashes_of(pieces: PackedExtents, borders: list[int]) -> list[int]:
+    """Return the hash of each segment, which consists of the pieces between two borders."""
+    bodies, begin = pieces.parts(borders[0], borders[-1]), borders[0]
+    if len(bodies) == len(borders) - 1:  # nearly always one each
+        return [*map(hash_of, bodies)]
+    return [hash_of_pieces(bodies[first - begin : last - begin]) for first, last in itertools.pairwise(borders)]
