@@ -142,6 +142,31 @@ class MoveTest(unittest.TestCase):
         run(live(filled=True, contiguous=False), target, nbytes)
         check(target)
 
+    @parameterized.expand([(1,), (2,), (5,)])
+    def test_some_values_at_a_time(self, most: int) -> None:
+        with mock.patch.object(executor, "_MOST_ROUTES", most):
+            self.test_every_pair_of_ends(1 << 20)
+            at_once: list[int] = []
+
+            class Counts(Stored):
+                def drain(self, parts: Sequence[Slice]) -> None:
+                    at_once.append(len(parts))
+                    super().drain(parts)
+
+            run(live(filled=True), Counts(stored(filled=False).tensors), 1 << 20)
+            self.assertEqual((sum(at_once), max(at_once)), (len(VALUES), most))
+
+    def test_nothing_is_written_after_an_error(self) -> None:
+        class Full(Stored):
+            def drain(self, parts: Sequence[Slice]) -> None:
+                super().drain(parts)
+                raise OSError("no space")
+
+        target = Full(stored(filled=False).tensors)
+        with mock.patch.object(executor, "_MOST_ROUTES", 2), self.assertRaisesRegex(OSError, "no space"):
+            run(live(filled=True), target, 1 << 20)
+        self.assertEqual(len(target.log), 2)
+
     @parameterized.expand(BUDGETS)
     def test_memory_that_is_made_stays_in_the_budget(self, nbytes: int) -> None:
         for source, target in (
