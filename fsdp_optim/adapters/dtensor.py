@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -256,6 +256,9 @@ class DTensorHandle(Handle):
     spec: tuple[Placement, ...]
     shape: Shape
     fsdp_dims: frozenset[int] | None = None
+    fitting: dict[int, object] = field(
+        default_factory=dict, compare=False, repr=False
+    )  # by id, specs known to be alike
 
     def weights(self) -> torch.Tensor:
         if self.kept is not None or not is_dtensor(self.param):
@@ -277,7 +280,7 @@ class DTensorHandle(Handle):
         if spec is None or not is_dtensor(value):
             return super().held(value)
         local = value._local_tensor
-        is_alike = spec is getattr(self.param, "_spec", None) and type(local) is torch.Tensor  # nearly always
+        is_alike = id(spec) in self.fitting and type(local) is torch.Tensor  # nearly always
         if not is_alike or local.shape != self.local_shape:
             if not self.is_held(value):
                 return None
@@ -288,10 +291,11 @@ class DTensorHandle(Handle):
         if not is_dtensor(value):
             return super().is_held(value)
         spec = value._spec  # one look, where its properties would be three
-        if spec.placements != self.spec or spec.shape != self.shape:
-            return False
-        if spec.mesh is not self.mesh and spec.mesh != self.mesh:
-            return False
+        if id(spec) not in self.fitting:
+            is_alike = spec.placements == self.spec and spec.shape == self.shape
+            if not is_alike or (spec.mesh is not self.mesh and spec.mesh != self.mesh):
+                return False
+            self.fitting[id(spec)] = spec  # the reference keeps the id unique
         local = local_of(value)
         return is_plain(local) and (local.shape == self.local_shape or not (local.numel() or self.local_numel))
 

@@ -125,6 +125,9 @@ BUDGETS = [(1,), (16,), (40,), (100,), (1 << 20,)]
 class MoveTest(unittest.TestCase):
     @parameterized.expand(BUDGETS)
     def test_every_pair_of_ends(self, nbytes: int) -> None:
+        self.check_every_pair(nbytes)
+
+    def check_every_pair(self, nbytes: int) -> None:
         for cut in (None, "runs"):
             for contiguous in (True, False):
                 target: Live | Stored = stored(filled=False, cut=cut)
@@ -145,7 +148,7 @@ class MoveTest(unittest.TestCase):
     @parameterized.expand([(1,), (2,), (5,)])
     def test_some_values_at_a_time(self, most: int) -> None:
         with mock.patch.object(executor, "_MOST_ROUTES", most):
-            self.test_every_pair_of_ends(1 << 20)
+            self.check_every_pair(1 << 20)
             at_once: list[int] = []
 
             class Counts(Stored):
