@@ -256,9 +256,7 @@ class DTensorHandle(Handle):
     spec: tuple[Placement, ...]
     shape: Shape
     fsdp_dims: frozenset[int] | None = None
-    fitting: dict[int, object] = field(
-        default_factory=dict, compare=False, repr=False
-    )  # by id, specs known to be alike
+    fitting: dict[int, object] = field(default_factory=dict, compare=False, repr=False)  # by id, alike specs
 
     def weights(self) -> torch.Tensor:
         if self.kept is not None or not is_dtensor(self.param):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _TOGETHER = 1 << 20
 """Bytes that are hashed and then written at once, so that the write finds them in the processor's cache."""
 
+_MOST_RANGES = 1 << 12
+
 
 @dataclass(frozen=True, eq=False)
 class PackedExtents:
@@ -98,19 +100,32 @@ def write_packed(packed: PackedExtents, segment_nbytes: int, write: Callable[[Pi
     of_writes = written.runs(_TOGETHER)
     last_bytes = written.stops[numpy.array(of_writes[1:], numpy.intp) - 1]
     ends = starts.searchsorted(last_bytes).tolist()  # of the segments that begin before the end of each write
-    first = 0
-    # What each range needs is made for one write at a time, so that memory does not grow with the number of ranges.
-    for (begin, end), last in zip(itertools.pairwise(of_writes), ends, strict=True):
+    bodies, memory, first = _Parts(pieces), _Parts(written), 0
+    places = (written.starts[of_writes[:-1]] + offset).tolist()
+    for (begin, end), last, place in zip(itertools.pairwise(of_writes), ends, places, strict=True):
         if segment_nbytes and last > first:
-            hashes[first:last] = _hashes_of(pieces, borders[first : last + 1])
+            hashes[first:last] = _hashes_of(bodies, borders[first : last + 1])
             first = last
-        write(written.parts(begin, end), int(written.starts[begin]) + offset)
+        write(memory.between(begin, end), place)
     return numpy.stack([starts, stops, hashes.view(numpy.int64)], axis=1).astype("<i8").view("<u8")
 
 
-def _hashes_of(pieces: PackedExtents, borders: list[int]) -> list[int]:
-    """Return the hash of each segment, which consists of the pieces between two borders."""
-    bodies, begin = pieces.parts(borders[0], borders[-1]), borders[0]
+class _Parts:
+    """The bytes of ranges, made for some thousand ranges at a time, so that memory does not grow with their number."""
+
+    def __init__(self, packed: PackedExtents) -> None:
+        self._packed, self._first, self._made = packed, 0, list[memoryview]()
+
+    def between(self, begin: int, end: int) -> list[memoryview]:
+        """Return those of the ranges [begin, end), which begin no earlier than those of the call before."""
+        if end > self._first + len(self._made):
+            self._first, self._made = begin, self._packed.parts(begin, max(end, begin + _MOST_RANGES))
+        return self._made[begin - self._first : end - self._first]
+
+
+def _hashes_of(parts: _Parts, borders: list[int]) -> list[int]:
+    """Return the hash of each segment, which consists of the parts between two borders."""
+    bodies, begin = parts.between(borders[0], borders[-1]), borders[0]
     if len(bodies) == len(borders) - 1:  # nearly always one each
         return [*map(hash_of, bodies)]
     return [hash_of_pieces(bodies[first - begin : last - begin]) for first, last in itertools.pairwise(borders)]
