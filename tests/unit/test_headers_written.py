@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from fsdp_optim.formats.base import header as header_module
 from fsdp_optim.formats.base.header import Header
 
 KEYS = [
@@ -29,7 +30,11 @@ TENSORS = [
 
 @pytest.mark.parametrize("metadata", [{}, {"format": "pt"}, {"format": "pt", "param_groups": '[{"lr": 0.1}]'}])
 @pytest.mark.parametrize("num", [0, 1, len(KEYS)])
-def test_headers_are_the_json_of_their_tensors(num: int, metadata: dict[str, str]) -> None:
+@pytest.mark.parametrize("together", [1, 4, len(KEYS), 1 << 12])
+def test_headers_are_the_json_of_their_tensors(
+    num: int, metadata: dict[str, str], together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(header_module, "_ENTRIES_TOGETHER", together)
     header = Header.of(TENSORS[:num], metadata)
     values: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     for entry in header.entries:

@@ -66,12 +66,12 @@ def packed_of(rows: list[tuple[int, int, int]], memory: bytes) -> PackedExtents:
     return PackedExtents.of(starts, nbytes, at, memoryview(memory))
 
 
-@given(tables(), st.integers(1, 16), st.integers(1, 64))
-def test_bytes_places_and_hashes(table: Any, grid: int, together: int) -> None:
+@given(tables(), st.integers(1, 16), st.integers(1, 64), st.integers(1, 4))
+def test_bytes_places_and_hashes(table: Any, grid: int, together: int, most_ranges: int) -> None:
     rows, memory = table
     wanted = {OFFSET + start + i: memory[at + i] for start, length, at in rows for i in range(length)}
     disk = Disk()
-    with mock.patch.object(packed_module, "_TOGETHER", together):
+    with mock.patch.multiple(packed_module, _TOGETHER=together, _MOST_RANGES=most_ranges):
         segments = write_packed(packed_of(rows, memory), grid, disk.write, OFFSET)
     assert disk.content == wanted
     covered = []

@@ -51,14 +51,12 @@ def planned_files(
 ) -> list[File]:
     """Return the files that a format plans, in which one file may have slices of values, of both halves."""
     tensors = {half: [planned(value) for value in half_values] for half, half_values in values.items()}
-    of_tensor = {  # made before the writer has the lists, which it may change, and with references that keep the ids unique
-        id(tensor): (tensor, value)
-        for half in values
-        for tensor, value in zip(tensors[half], values[half], strict=True)
-    }
+    # Made before the writer has the lists, which it may change: `made` keeps the ids unique.
+    made = [tensor for half in values for tensor in tensors[half]]
+    of_tensor = dict(zip(map(id, made), (value for half in values for value in values[half]), strict=True))
     plans = writer.files(tensors, shared, most_nbytes=most_nbytes, num_ranks=num_ranks)
     if all(id(tensor) in of_tensor for plan in plans for tensor in plan.tensors):  # nearly always
-        return [File(plan, tuple([of_tensor[id(tensor)][1] for tensor in plan.tensors])) for plan in plans]
+        return [File(plan, tuple([of_tensor[id(tensor)] for tensor in plan.tensors])) for plan in plans]
     by_key = {(half, value.stored_name): value for half, half_values in values.items() for value in half_values}
     return [File(plan, tuple([by_key[tensor.half, tensor.key] for tensor in plan.tensors])) for plan in plans]
 

@@ -29,6 +29,7 @@ _ALIGNMENT = 8  # bytes; the data section begins at a multiple of it
 _MOST_NBYTES = 100_000_000  # in a header; the limit of safetensors itself
 _MOST_DIMENSIONS = 64  # of a tensor; the limit of torch
 _METADATA = "__metadata__"
+_ENTRIES_TOGETHER = 1 << 12
 _JSON = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 
@@ -69,6 +70,7 @@ class Header:
     @functools.cached_property
     def _bytes(self) -> bytes:
         texts = [f'"{_METADATA}":{_JSON.encode(dict(self.metadata))}'] if self.metadata else []
+        joined: list[bytes] = []  # bytes of some thousand entries each, whose texts take more memory
         kinds: dict[tuple[str, tuple[int, ...]], str] = {}
         for entry in self.entries:
             kind = entry.code, entry.shape
@@ -77,9 +79,14 @@ class Header:
                 shape = ",".join(map(str, _shown_shape(entry)))
                 between = kinds[kind] = f':{{"dtype":"{entry.code}","shape":[{shape}],"data_offsets":['
             texts.append(f"{_json_of(entry.key)}{between}{entry.start},{entry.stop}]}}")
-        text = f"{{{','.join(texts)}}}".encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        return _LENGTH.pack(len(text)) + text
+            if len(texts) == _ENTRIES_TOGETHER:
+                joined.append(",".join(texts).encode())
+                texts.clear()
+        if texts or not joined:
+            joined.append(",".join(texts).encode())
+        text = b",".join(joined)
+        spaces = b" " * (-(len(text) + 2) % _ALIGNMENT)
+        return b"%s{%s}%s" % (_LENGTH.pack(len(text) + 2 + len(spaces)), text, spaces)
 
     def files_within(self, most_nbytes: int, others: Mapping[str, str]) -> Iterator[int]:
         """How many of the tensors, in their order, are in each file, so that a file has at most `most_nbytes` with its header,
