@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.module_values import is_extra_state
 from fsdp_optim.checkpoint.common import module_values
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
@@ -28,12 +30,12 @@ from fsdp_optim.formats.base.protocols import (
 )
 from fsdp_optim.layout import Whole
 from fsdp_optim.move import End, StateValue, move
-from fsdp_optim.options import GatherArguments, Model
+from fsdp_optim.options import CallArguments, GatherArguments, Model
 from fsdp_optim.results.calls import Incompatible
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.tensors.memory import detached_copy, dtype_name, flatten, is_plain
-from fsdp_optim.transport.agree import agree, all_gather_bytes
+from fsdp_optim.transport.agree import agree, all_gather_bytes, exchange_reports
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import agree_on_state, collective_call
@@ -75,6 +77,7 @@ def gather_model(model: Model, options: GatherArguments) -> dict[str, Any] | Non
             return None
         full = {fqn: tensors[fqn, WEIGHT] for fqn in wanted}
         full |= {alias: full[fqn] for alias, fqn in local.view.aliases.items() if fqn in full}
+        values |= {alias: values[fqn] for alias, fqn in local.module_values.aliases.items() if fqn in values}
         return full | values
 
 
@@ -106,7 +109,7 @@ def scatter_model(
         (reader,),
         group,
     ):
-        given = _send_described(group, full, source_rank)
+        given = _send_described(group, full, source_rank, _names_of_values(reader, group, options.call))
         about = f"a full model dict of rank {source_rank}"
         weights = Weights.agree_on_state(reader, group, given, options, about, readers=(source_rank,))
         failure = Failure()
@@ -152,36 +155,59 @@ class _GivenEnd(End):
         return flatten(held.detach()) if held is not None else None
 
 
-def _send_described(group: RankGroup, full: Mapping[str, Any] | None, source_rank: int) -> _GivenDict:
-    """A full model dict on its source rank; a description of it on the others. Called by all ranks."""
+def _names_of_values(reader: ModelReader, group: RankGroup, options: CallArguments) -> frozenset[str]:
+    """Return the names of the values of modules on all ranks, which may be tensors. Called by all ranks."""
+    failure, names = Failure(), list[str]()
+    with failure:
+        view = reader.read(group.ranks, options.name_of)
+        values = reader.module_values(view, options.name_of, runs_hooks=options.views == "hooks")
+        names = [*values.values, *values.aliases]
+    of_ranks = exchange_reports(group, json.dumps(names).encode(), failure.error)
+    return frozenset(name for listed in of_ranks for name in json.loads(listed))
+
+
+def _send_described(
+    group: RankGroup, full: Mapping[str, Any] | None, source_rank: int, of_modules: Collection[str]
+) -> _GivenDict:
+    """A full model dict on its source rank; a description of it on the others. Called by all ranks.
+
+    `of_modules`: the names of the values of modules.
+    """
     if source_rank not in group.ranks:
         raise RankError(
             f"source_rank {source_rank} is not one of the ranks {list(group.ranks)} that share this model: give one of them"
         )
     where, content, tensors = f"the full model dict of rank {source_rank}", b"", dict[str, torch.Tensor]()
     if group.rank == source_rank:
-        tensors, values = _checked(full, source_rank)
+        tensors, values = _checked(full, source_rank, of_modules)
         shared = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
         content = pickle.dumps((shared, values))
     shared, values = pickle.loads(all_gather_bytes(group, "described", content).content_of(source_rank))
     model = {name: StoredTensor(name, dtype, shape, name, 0) for name, (dtype, shape) in shared.items()}
-    extras = {MODULES: KnownExtra({fqn: [None, value] for fqn, value in values.items()})} if values else {}
+    extras = {MODULES: KnownExtra(values)} if values else {}
     return _GivenDict(CheckpointIndex(where, model, Facts("a dict"), extras=extras), tensors)
 
 
-def _checked(full: Mapping[str, Any] | None, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of a full model dict, and its other values. Raises StateError for values that no full model dict has."""
+def _checked(
+    full: Mapping[str, Any] | None, rank: int, of_modules: Collection[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]]]:
+    """The tensors of a full model dict, and its other values, each with the version of its module's code.
+
+    Raises StateError for values that no full model dict has.
+    """
     if not isinstance(full, Mapping):
         raise StateError(
             f"rank {rank} is the source rank, but its full is {type(full).__name__}: give the full model dict there, or another "
             "source_rank"
         )
-    tensors, values = dict[str, torch.Tensor](), dict[str, Any]()
+    tensors, values = dict[str, torch.Tensor](), dict[str, list[Any]]()
+    versions = getattr(full, "_metadata", None)  # of the modules' code, in what state_dict() returns
     for name, value in full.items():
         if not isinstance(name, str):
             raise StateError(f"{name!r}: the names in a full model dict must be str, not {type(name).__name__}")
-        if is_extra_state(name) or not isinstance(value, torch.Tensor):
-            values[name] = value
+        if is_extra_state(name) or name in of_modules or not isinstance(value, torch.Tensor):
+            of_module = versions.get(name.rpartition(".")[0]) if isinstance(versions, Mapping) else None
+            values[name] = [of_module.get("version") if isinstance(of_module, Mapping) else None, value]
         elif not is_plain(value):
             raise StateError(
                 f"{name}: is a {type(value).__name__} on rank {rank}, which may have a part only: give full tensors, as "

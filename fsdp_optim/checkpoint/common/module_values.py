@@ -116,10 +116,11 @@ class StoredModuleValues:
             {fqn: (fqn,) for fqn in by_name if fqn not in names and _is_taken(fqn, global_state.extra_state_loaders)}
         )
         for fqn, candidates in names.items():
-            name = next((name for name in candidates if name in by_name), None)
-            if name is None:
+            there = [name for name in dict.fromkeys(candidates) if name in by_name]
+            if not there:
                 continue
-            used.add(name)
+            name = there[0]
+            used |= {other for other in there if other == name or _are_same(by_name[name], by_name[other])}
             if fqn not in local.values and local.extra_state_loader_of(fqn) is None:
                 continue  # other ranks have it
             if isinstance(by_name[name], Withheld):
@@ -188,6 +189,13 @@ def _stored(index: CheckpointIndex, *, allow_pickle: bool) -> dict[str, Any]:
                 raise ValueError(f"{fqn!r} is not the name of a value with its version")
             by_name[fqn] = (version, value)
     return by_name
+
+
+def _are_same(stored: Any, other: Any) -> bool:
+    """Return whether two stored values of one module are the same, or both are withheld."""
+    if isinstance(stored, Withheld) or isinstance(other, Withheld):
+        return isinstance(stored, Withheld) and isinstance(other, Withheld)
+    return same(stored, other)
 
 
 def _is_taken(fqn: str, paths: tuple[str, ...]) -> bool:

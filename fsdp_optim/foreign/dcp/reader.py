@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -193,7 +194,7 @@ def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning, summary: Mani
     keys = whole.values(keys_in_parts(opened.where, meaning.extra) if summary is not None else {})
     apart = {*([KEYS] if summary is not None else []), *([OF_RANKS] if of_ranks is not None else [])}
     extra = whole.values({name: tree for name, tree in meaning.extra.items() if name not in apart})
-    of_modules = whole.values(meaning.module_values)
+    of_modules = whole.values(meaning.module_values, sys.maxsize)  # a part of the model, as large as it is
     values = read_values(opened, {key: saved.values[key] for key in meaning.optimizer_keys if key in saved.values})
     for key, value in values.items():
         if what := unread_class_in(value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -274,7 +275,7 @@ class _Content:
             if is_extra_state(name) or not isinstance(value, (StoredTensor, Unread)) or is_no_tensor(value):
                 path = name.rpartition(".")[0]
                 version = versions[path].get("version") if isinstance(versions, dict) and path in versions else None
-                kept = _value(archive, name, value)
+                kept = _value(archive, name, value, most_nbytes=sys.maxsize)  # a part of the model
                 self.modules[name] = kept if isinstance(kept, Withheld) else [version, kept]
             elif isinstance(value, StoredTensor):
                 self.model[name] = structs.replace(value, key=name, request_nbytes=self.opened.request_nbytes)
@@ -357,7 +358,7 @@ def _with_keys(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     return named
 
 
-def _value(archive: TorchArchive, name: str, value: Any) -> Any:
+def _value(archive: TorchArchive, name: str, value: Any, most_nbytes: int = _MOST_EXTRA_NBYTES) -> Any:
     """Return a value of the trainer with its tensors, or Withheld for an object that is not read."""
     unread = unread_in(value)
     if unread is not None:
@@ -365,14 +366,14 @@ def _value(archive: TorchArchive, name: str, value: Any) -> Any:
             f"{archive.where}: {name} has an object of the class {unread.what}, and making it can run any code: give "
             "allow_pickle=True if you trust the author of the file"
         )
-    return _real(archive, name, value)
+    return _real(archive, name, value, most_nbytes)
 
 
-def _real(archive: TorchArchive, name: str, value: Any) -> Any:
+def _real(archive: TorchArchive, name: str, value: Any, most_nbytes: int = _MOST_EXTRA_NBYTES) -> Any:
     nbytes = sum(prod(stored.shape) * stored.itemsize for stored in stored_in(value))
-    if nbytes > _MOST_EXTRA_NBYTES:
+    if nbytes > most_nbytes:
         return Withheld(
-            f"{archive.where}: {name} has tensors of {nbytes} bytes, and at most {_MOST_EXTRA_NBYTES} are read for each value "
+            f"{archive.where}: {name} has tensors of {nbytes} bytes, and at most {most_nbytes} are read for each value "
             "besides the model and the optimizer: read them with torch.load(..., mmap=True)",
             is_unsafe=False,
         )
