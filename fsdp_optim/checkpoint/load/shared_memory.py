@@ -15,6 +15,7 @@ from fsdp_optim.checkpoint.common.trees import key_of
 from fsdp_optim.checkpoint.load.targets import Weights
 from fsdp_optim.checkpoint.load.tree_targets import TreeTargets
 from fsdp_optim.errors import StateError
+from fsdp_optim.view import NamedHandle
 
 
 class _Target(NamedTuple):
@@ -42,13 +43,13 @@ def check_shared(weights: Weights | None, trees: TreeTargets | None, keys: Colle
     Tensors that overlap in part are compared there if both are contiguous.
     """
     targets = [*_of_weights(weights), *_of_trees(trees, keys)]
-    storages = [target.live.untyped_storage().data_ptr() for target in targets]
+    storages = [live.untyped_storage().data_ptr() for _, live, _ in targets]
     if len(set(storages)) == len(storages):
         return
     of_storage: dict[int, list[_Target]] = {}
-    for storage, target in zip(storages, targets, strict=True):
-        if storage and target.live.numel():  # freed memory has none
-            of_storage.setdefault(storage, []).append(target)
+    for storage, (named, live, flat) in zip(storages, targets, strict=True):
+        if storage and live.numel():  # freed memory has none
+            of_storage.setdefault(storage, []).append(_Target(named.fqns[0], live, flat))
     for in_one in of_storage.values():
         _check_in_one(sorted(in_one, key=lambda target: target.first), rank)
 
@@ -72,20 +73,26 @@ def _check_in_one(targets: Sequence[_Target], rank: int) -> None:
         before.append(target)
 
 
-def _of_weights(weights: Weights | None) -> Iterator[_Target]:
+def _of_weights(weights: Weights | None) -> Iterator[tuple[NamedHandle, torch.Tensor, torch.Tensor]]:
+    """Yield the Handle of each parameter, its live elements on this rank, and those to write."""
     flats = weights.flats if weights is not None else {}
     for param in weights.local.optim.params if weights is not None else ():
-        if param.local_id in flats and len(flats[param.local_id]) == 1:
-            live, (flat,) = param.handle.held(param.handle.as_value()), flats[param.local_id].values()
+        of_param = flats.get(param.local_id)
+        if of_param is not None and len(of_param) == 1:
+            named = param.named
+            handle = named.handle
+            live = handle.held(handle.as_value())
             if type(live) is torch.Tensor:  # the storage of other classes is not all of them
-                yield _Target(param.named.fqns[0], live, flat)
+                yield named, live, next(iter(of_param.values()))
 
 
-def _of_trees(trees: TreeTargets | None, keys: Collection[str]) -> Iterator[_Target]:
+def _of_trees(
+    trees: TreeTargets | None, keys: Collection[str]
+) -> Iterator[tuple[NamedHandle, torch.Tensor, torch.Tensor]]:
     for param in trees.local.optim.params if trees is not None else ():
         (fqn,), live = param.named.fqns, param.handle.weights()
         if trees is not None and key_of(fqn) in keys and type(live) is torch.Tensor:
-            yield _Target(fqn, live, trees.flats[param.local_id])
+            yield param.named, live, trees.flats[param.local_id]
 
 
 def _agree(other: _Target, target: _Target) -> bool:

@@ -362,11 +362,11 @@ class State(Struct, frozen=True):
         by_fqn, tensors, flats = self.local.by_fqn, self.tensors, self.flats
         for fqn, param in self.global_state.params.items():
             local = by_fqn.get(fqn)
-            memory = flats.get(local.local_id, {}) if local is not None else {}
+            memory, placement = flats.get(local.local_id, {}) if local is not None else {}, param.placement
             for name, value in self.full.state.get(fqn, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
                     stored = tensors[fqn, name]
-                    yield StoredValue.of(fqn, name, stored, param.placement, memory.get(name), is_state=True)
+                    yield StoredValue.of(fqn, name, stored, placement, memory.get(name), is_state=True)
 
     @property
     def small_tensors(self) -> list[torch.Tensor]:
