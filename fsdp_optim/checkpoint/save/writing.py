@@ -250,6 +250,7 @@ class RankWriter:
                 for index in list(frames):  # the frames in parts without a byte of a tensor
                     self._write_frame(name, index)
             self.receipts = [self.store_writer.finish()]
+        self._starts.clear()  # as large as the names of all values, and of no more use
 
     def discard(self) -> None:
         """Close the files after a failure. Raises nothing."""
