@@ -113,11 +113,16 @@ def from_plain(where: str, plain: Any) -> OptimDescription:
 def encoded(
     where: str, description: OptimDescription, *, allow_pickle: bool, records: Mapping[str, type]
 ) -> tuple[Any, list[torch.Tensor]]:
-    """Return the description as JSON values, and its tensors. Raises CheckpointError that names a value which cannot be saved."""
+    """Return the description as JSON values, and its tensors. Raises CheckpointError that names a value which cannot be saved.
+
+    Parameters that are all described by text alone are there as they are, which msgspec writes as the same JSON.
+    """
     encoder = Encoder(allow_pickle=allow_pickle, records=records)
     if not all(fqn.isascii() and not fqn.startswith("$") for fqn in description.params):
         return encoder.encode(where, to_plain(description)), encoder.tensors
     values = encoder.encode(where, to_plain(replace(description, params={})))
+    if all(map(is_text_alone, description.params.values())):
+        return {**values, "params": description.params}, encoder.tensors
     values["params"] = {
         fqn: _plain_param(param)
         if is_text_alone(param)

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base.checksums import hex_of, join_tables, segment_nbytes, sums_of
 from fsdp_optim.formats.base.description import (
     GroupDescription,
@@ -278,16 +278,22 @@ def _has_no_weight(tensors: Sequence[PlannedTensor]) -> bool:
 
 
 def _planned(name: str, half: Half, tensors: Sequence[PlannedTensor], header: Header, num_ranks: int) -> PlannedFile:
-    entries = header.entries
+    entries, nbytes = header.entries, header.data_nbytes
+    keys, starts = [entry.key for entry in entries], tuple(entry.start for entry in entries)
+
+    def tensors_in(start: int, stop: int) -> str:  # without the header, which is large
+        ends = (*starts[1:], nbytes)
+        return shortened(key for key, *own in zip(keys, starts, ends, strict=True) if own[0] < stop and start < own[1])
+
     return PlannedFile(
         name=name,
         half=half,
         head=header.encoded(),
         tensors=tuple(tensors),
-        starts=tuple(entry.start for entry in entries),
-        nbytes_of_data=header.data_nbytes,
+        starts=starts,
+        nbytes_of_data=nbytes,
         segment_nbytes=segment_nbytes((entry.stop - entry.start for entry in entries), num_ranks),
-        tensors_in=header.tensors_in,
+        tensors_in=tensors_in,
     )
 
 
@@ -296,7 +302,7 @@ def _check_text(values: Mapping[str, Any], text: bytes) -> None:
     check_density(_WHERE, text)
     if len(text) > MOST_NBYTES // 2:
         params = values["params"]
-        largest = max(params, key=lambda fqn: len(json.dumps(params[fqn])))
+        largest = max(params, key=lambda fqn: len(msgspec.json.encode(params[fqn])))
         raise CheckpointError(
             f"{largest}: the description of its state takes most of {len(text)} bytes, and a reader accepts only "
             f"{MOST_NBYTES // 2}: keep large values as tensors"

@@ -200,7 +200,7 @@ def canonical_optim(values: Mapping[str, Any], *, plain: bool) -> bytes:
     rest = canonical({**values, _PARAMS: {}})
     empty = b'"%s":{}}' % _PARAMS.encode()
     if not rest.endswith(empty):
-        return canonical(values)
+        return canonical(msgspec.to_builtins(values))
     return b'%s"%s":%s}' % (rest[: -len(empty)], _PARAMS.encode(), _SORTED.encode(values[_PARAMS]))
 
 
