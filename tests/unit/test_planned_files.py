@@ -11,6 +11,7 @@ from msgspec import structs
 
 from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.common.files import planned_files
+from fsdp_optim.formats.base.header import Header
 from fsdp_optim.formats.own.format import OwnWriter
 from fsdp_optim.layout import Whole
 from fsdp_optim.plugins import Half, PlannedFile, PlannedTensor
@@ -53,3 +54,17 @@ def test_each_planned_tensor_gets_its_own_value(change: Callable[[list[PlannedTe
     assert sorted(key for key, _ in pairs) == list(NAMES)
     for key, value in pairs:
         assert value is values["model"][NAMES.index(key)]
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "names"),
+    [(0, 8, "a"), (0, 9, "a, empty, b"), (8, 9, "b"), (23, 28, "b, c"), (24, 28, "c"), (8, 8, "")],
+)
+def test_a_file_names_the_tensors_of_a_range(start: int, stop: int, names: str) -> None:
+    shapes = {"a": (2,), "empty": (0, 3), "b": (4,), "c": ()}
+    tensors = [PlannedTensor(key, "float32", shape, "model") for key, shape in shapes.items()]
+    (file,) = OwnWriter().files({"model": tensors}, "", most_nbytes=1 << 20, num_ranks=1)
+    assert file.tensors_in(start, stop) == names
+    assert (
+        Header.of([(tensor.key, tensor.dtype, tensor.shape) for tensor in tensors], {}).tensors_in(start, stop) == names
+    )
