@@ -71,6 +71,24 @@ class TestForms(unittest.TestCase):
         self.assertEqual(sorted(saved.full["kinds"]), ["b", "w"], "a parameter without state has no kinds")
         self.assertEqual(saved.shapes["frozen"], (4,))
 
+    def test_parameters_with_equal_kinds_share_them(self) -> None:
+        """But for names that are equal and yet differ."""
+        values: list[tuple[tuple[Any, str, Any], ...]] = [
+            (("m", TENSOR, "m"), ("step", SCALAR_TENSOR, "step")),
+            (("m", TENSOR, "m"),),
+            ((1, SCALAR, 0),),
+            ((True, SCALAR, 0),),
+        ]
+        params = {str(index): ParamDescription((3, 2), listed, True) for index, listed in enumerate(2 * values)}
+        kinds = saved_optim("here", replace(DESCRIPTION, params=params), TENSORS).full["kinds"]
+        self.assertIs(kinds["0"], kinds["4"])
+        self.assertIs(kinds["1"], kinds["5"])
+        self.assertEqual(
+            [[*words.items()] for words in kinds.values()],
+            2 * [[("m", "sharded"), ("step", "scalar")], [("m", "sharded")], [(1, "scalar")], [(True, "scalar")]],
+        )
+        self.assertEqual([type(name) for words in kinds.values() for name in words], 2 * [str, str, str, int, bool])
+
     def test_the_words_are_kinds(self) -> None:
         self.assertEqual(WORD_OF, {Kind.SHARDED.value: TENSOR, Kind.SCALAR.value: SCALAR_TENSOR})
         self.assertEqual((PLACED, SCALAR, OPAQUE), (Kind.PLACED.value, Kind.SCALAR.value, Kind.OPAQUE.value))
@@ -126,6 +144,16 @@ class TestResolved(unittest.TestCase):
         resolved = StoredState.resolved("here", SavedOptim(full), names, {"w": (3, 2)}, self.read)
         self.assertEqual(resolved.full.state["w"]["step"].item(), 5.0)
         self.assertEqual(resolved.tensors, {("w", "exp_avg"): TENSORS["m"]})
+
+    def test_dicts_without_end(self) -> None:
+        """A pickle can have them."""
+        endless: dict[str, Any] = {}
+        endless["x"] = endless
+        full = {"state": {0: {"x": endless}}, "param_groups": [{"params": [0, 1]}, {"params": [2]}]}
+        with self.assertRaisesRegex(
+            CheckpointError, "here: the optimizer: is not written as it should be: RecursionError"
+        ):
+            self.resolved(SavedOptim(full))
 
     def test_one_tensor_in_two_places_is_two(self) -> None:
         state = {key: {"exp_avg": TENSORS["rows"]} for key in (0, 2)}
