@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from operator import attrgetter
 from typing import Annotated, Any
@@ -177,7 +178,8 @@ def parse_header(name: str, text: bytes, data_nbytes: int) -> ReadHeader:
 
 def _in_columns(tensors: Mapping[str, _Tensor], data_nbytes: int) -> Entries | None:
     """Return tensors as columns, in the order of their bytes; None where something is wrong, which `_checked` says."""
-    ranges = numpy.array([tensor.data_offsets for tensor in tensors.values()], numpy.int64).reshape(-1, 2)
+    offsets = chain.from_iterable([tensor.data_offsets for tensor in tensors.values()])
+    ranges = numpy.fromiter(offsets, numpy.int64, 2 * len(tensors)).reshape(-1, 2)
     numbers: dict[tuple[str, tuple[int, ...]], int] = {}
     kinds = numpy.array([numbers.setdefault((t.dtype, t.shape), len(numbers)) for t in tensors.values()], numpy.int64)
     shapes = [_shape_in_memory(code, shape) for code, shape in numbers]
@@ -227,7 +229,7 @@ def _shape_in_memory(code: str, shape: tuple[int, ...]) -> tuple[int, ...] | Non
 _Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
-class _Tensor(Struct, frozen=True, forbid_unknown_fields=True):
+class _Tensor(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """The entry of one tensor in the JSON of a header."""
 
     dtype: str
