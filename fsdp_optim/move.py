@@ -176,7 +176,8 @@ def move(
         elif target.is_stored:
             _drain_live(direct, source, target, group.rank, budget)
         else:
-            source.fill([Slice(route.value, route.target, target.memory(route.value)) for route in direct])
+            taken = [route.value for route in direct]
+            source.fill(list(map(Slice, taken, [route.target for route in direct], target.memories(taken))))
     staging = budget.share(2, "elements in another cut than they are stored in, and the messages that carry them")
     staged = [(route, route.staged.most_numel) for route in others]
     pages = Pages(is_kept=target.is_stored and target.keeps_memory)
