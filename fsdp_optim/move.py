@@ -161,9 +161,8 @@ def move(
     if not source.is_stored and not target.is_stored:
         exchange(group, _items(values, source, target, plans, failure), failure, budget)
         return
-    routes = _routes(values, source, target)
     direct, others = list[_Route](), list[_Route]()
-    for route in routes:
+    for route in _routes(values, source, target):
         (direct if route.is_direct else others).append(route)
     with failure:
         if failure.error is not None:
@@ -176,8 +175,9 @@ def move(
         elif target.is_stored:
             _drain_live(direct, source, target, group.rank, budget)
         else:
-            taken = [route.value for route in direct]
-            source.fill(list(map(Slice, taken, [route.target for route in direct], target.memories(taken))))
+            taken, cuts = [route.value for route in direct], [route.target for route in direct]
+            direct.clear()  # from here on a value has its place in the slices
+            source.fill(list(map(Slice, taken, cuts, target.memories(taken))))
     staging = budget.share(2, "elements in another cut than they are stored in, and the messages that carry them")
     staged = [(route, route.staged.most_numel) for route in others]
     pages = Pages(is_kept=target.is_stored and target.keeps_memory)

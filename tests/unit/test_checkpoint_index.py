@@ -24,6 +24,8 @@ from fsdp_optim.formats.base.description import OPAQUE, PLACED, SCALAR, SCALAR_T
 from fsdp_optim.formats.base.index import mapped
 from fsdp_optim.formats.base.saved_optim import WORD_OF, description_of
 from fsdp_optim.formats.own import reader as own_reader
+from fsdp_optim.formats.own.manifest import PackedValues
+from fsdp_optim.formats.own.reader import Checkpoint
 from fsdp_optim.plugins import (
     GroupDescription,
     OptimDescription,
@@ -198,6 +200,24 @@ class TestOpening(unittest.TestCase):
                 index.optim.decoded(allow_pickle=False, records={})
             with self.assertRaisesRegex(CheckpointError, "decoded"):
                 index.extras["common"].decoded(allow_pickle=False)
+
+    @parameterized.expand([("packed", 1 << 63, PackedValues), ("a number that is too large", 1 << 64, dict)])
+    def test_what_was_decoded_is_kept_in_little_memory(self, _: str, number: int, kind: type) -> None:
+        """It is decoded, and written, again as before."""
+        model = nn.Linear(2, 2)
+        optim = torch.optim.SGD(model.parameters(), lr=float("inf"), momentum=0.5)
+        optim.param_groups[0]["seed"] = number
+        path = f"{tempfile.mkdtemp()}/step"
+        fsdp_optim.save(path, model, optim, options=fsdp_optim.SaveOptions(durable=False, progress=False))
+        with closing(Checkpoint.opened_in(store_at(path).open(), verify=True)) as checkpoint:
+            assert checkpoint.index.optim is not None
+            values, text = checkpoint.manifest.optim, checkpoint.manifest.encoded()
+            first, second = (checkpoint.index.optim.decoded(allow_pickle=False, records={}) for _ in range(2))
+            self.assertEqual(first, second)
+            self.assertEqual(first.full["param_groups"][0]["seed"], number)
+            self.assertEqual(checkpoint.manifest.optim_values, values)
+            self.assertEqual(type(checkpoint.manifest.optim), kind)
+            self.assertEqual(checkpoint.manifest.encoded(), text)
 
 
 if __name__ == "__main__":
