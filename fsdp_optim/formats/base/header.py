@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ _ALIGNMENT = 8  # bytes; the data section begins at a multiple of it
 _MOST_NBYTES = 100_000_000  # in a header; the limit of safetensors itself
 _MOST_DIMENSIONS = 64  # of a tensor; the limit of torch
 _METADATA = "__metadata__"
+_BEGINS = re.compile(rb'[ \t\n\r]*\{[ \t\n\r]*"__metadata__"[ \t\n\r]*:[ \t\n\r]*')
+_FOLLOWS = re.compile(rb'[ \t\n\r]*(,[ \t\n\r]*(?=")|(?=\}))')
 _JSON = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 
@@ -238,8 +241,8 @@ class _Tensor(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
 
 @functools.cache
-def _decoders() -> tuple[msgspec.json.Decoder[dict[str, msgspec.Raw]], msgspec.json.Decoder[list[_Tensor]]]:
-    return msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(list[_Tensor])
+def _decoder() -> msgspec.json.Decoder[dict[str, _Tensor]]:
+    return msgspec.json.Decoder(dict[str, _Tensor])
 
 
 _Listed = tuple[Mapping[str, _Tensor], Mapping[str, str]]
@@ -251,19 +254,29 @@ def _listed_at_once(name: str, text: bytes) -> _Listed | None:
     Such a decoder takes the last of two equal keys. Each key has a colon behind it, so as many colons as keys that were decoded
     prove that no key occurs twice; there are more if a key has a colon in it. `_listed` says what is wrong, if anything is.
     """
-    of_keys, of_tensors = _decoders()
     try:
-        by_key = of_keys.decode(text)
-        metadata = bytes(by_key.pop(_METADATA, b""))
-        tensors = of_tensors.decode(b"[%s]" % b",".join(by_key.values()))
+        metadata, of_tensors = _without_metadata(text)
+        tensors = _decoder().decode(of_tensors)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    num_keys = len(by_key) * (1 + len(_Tensor.__struct_fields__)) + bool(metadata)
-    if text.count(b":") - metadata.count(b":") != num_keys:
+    if of_tensors.count(b":") != len(tensors) * (1 + len(_Tensor.__struct_fields__)) or _METADATA in tensors:
         return None
-    return dict(zip(by_key, tensors, strict=True)), _metadata(
-        name, parse_json(f"{name}: its header", metadata or b"{}")
-    )
+    return tensors, _metadata(name, parse_json(f"{name}: its header", metadata))
+
+
+def _without_metadata(text: bytes) -> tuple[bytes, bytes]:
+    """Return the metadata of a header, if they come first, as nearly always, and the header without them.
+
+    Raises ValueError or RecursionError where no header has such a beginning.
+    """
+    begins = _BEGINS.match(text)
+    if begins is None:
+        return b"{}", text
+    _, end = json.JSONDecoder().raw_decode(text.decode("latin-1"), begins.end())
+    follows = _FOLLOWS.match(text, end)
+    if follows is None:
+        raise ValueError("neither a tensor nor the end follows the metadata")
+    return text[begins.end() : end], b"{" + text[follows.end() :]
 
 
 def _listed(name: str, text: bytes) -> _Listed:
