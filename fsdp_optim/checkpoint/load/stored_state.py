@@ -191,14 +191,14 @@ def _as_dict(saved: SavedOptim, read: ReadSmall) -> Mapping[str, Any]:
     full = {**saved.other_keys, **saved.full}
     in_state = {key for key in full if str(key).startswith("state.")} if is_flattened(full) else {"state"}
     state = {key: full[key] for key in in_state if key in full}
+    kept = in_state | ({"kinds"} if saved.is_checked else set())  # kinds are words alone
+    rest = {key: value for key, value in full.items() if key not in kept}
     lists = [value for value in _values_in(state) if isinstance(value, (list, tuple))] if _may_have_lists(state) else []
     if not lists:
-        rest = _read_in({key: value for key, value in full.items() if key not in in_state}, read)
-        return {key: state[key] if key in state else rest[key] for key in full}
-    rest, read_lists = _read_in(({key: value for key, value in full.items() if key not in in_state}, lists), read)
+        return {**full, **_read_in(rest, read)}
+    rest, read_lists = _read_in((rest, lists), read)
     left = iter(read_lists)
-    state = {key: _with_lists(value, left) for key, value in state.items()}
-    return {key: state[key] if key in state else rest[key] for key in full}
+    return {**full, **rest, **{key: _with_lists(value, left) for key, value in state.items()}}
 
 
 def _may_have_lists(tree: Mapping[Any, Any]) -> bool:
