@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import not_
 from typing import NamedTuple
 
 import torch
@@ -161,23 +162,19 @@ def move(
     if not source.is_stored and not target.is_stored:
         exchange(group, _items(values, source, target, plans, failure), failure, budget)
         return
-    direct, others = list[_Route](), list[_Route]()
-    for route in _routes(values, source, target):
-        (direct if route.is_direct else others).append(route)
+    direct, cuts, others = _routes(values, source, target)
     with failure:
         if failure.error is not None:
             pass  # nothing is read or written after an error
         elif target.is_stored and source.is_stored:
-            for slices in _stored_slices(direct, group.rank, budget):
+            for slices in _stored_slices(list(map(_Route, direct, cuts, cuts)), group.rank, budget):
                 source.fill(slices)
                 target.drain(slices)
                 slices.clear()
         elif target.is_stored:
-            _drain_live(direct, source, target, group.rank, budget)
+            _drain_live(list(map(_Route, direct, cuts, cuts)), source, target, group.rank, budget)
         else:
-            taken, cuts = [route.value for route in direct], [route.target for route in direct]
-            direct.clear()  # from here on a value has its place in the slices
-            source.fill(list(map(Slice, taken, cuts, target.memories(taken))))
+            source.fill(list(map(Slice, direct, cuts, target.memories(direct))))
     staging = budget.share(2, "elements in another cut than they are stored in, and the messages that carry them")
     staged = [(route, route.staged.most_numel) for route in others]
     pages = Pages(is_kept=target.is_stored and target.keeps_memory)
@@ -199,26 +196,30 @@ class _Route(NamedTuple):
     is_staged_at_source: bool = False
 
     @property
-    def is_direct(self) -> bool:
-        return self.source is self.target or self.source == self.target
-
-    @property
     def staged(self) -> Placement:
         """The cut of the elements that are staged in temporary memory."""
         return self.source if self.is_staged_at_source else self.target
 
 
-def _routes(values: Sequence[StateValue], source: End, target: End) -> list[_Route]:
-    """Return the routes of values. The source, the target or both must be stored."""
-    if not source.is_stored:
-        homes = list(map(source.placement, values))
-        return list(map(_Route, values, homes, target.io_placements(values, homes)))
-    if not target.is_stored:
-        homes = list(map(target.placement, values))
-        cuts = source.io_placements(values, homes)
-        return list(map(_Route, values, cuts, homes, itertools.repeat(True)))
-    cuts = target.io_placements(values, source.io_placements(values, [value.placement for value in values]))
-    return list(map(_Route, values, cuts, cuts, itertools.repeat(True)))
+def _routes(
+    values: Sequence[StateValue], source: End, target: End
+) -> tuple[list[StateValue], list[Placement], list[_Route]]:
+    """Return the values that leave the source as they reach the target, with their cuts, and the routes of all others.
+
+    The source, the target or both must be stored.
+    """
+    if source.is_stored and target.is_stored:
+        cuts = source.io_placements(values, [value.placement for value in values])
+        return [*values], [*target.io_placements(values, cuts)], []
+    live, stored = (target, source) if source.is_stored else (source, target)
+    homes = list(map(live.placement, values))
+    cuts = stored.io_placements(values, homes)
+    is_direct = [cut is home or cut == home for cut, home in zip(cuts, homes, strict=True)]
+    others = [
+        _Route(value, cut, home, is_staged_at_source=True) if source.is_stored else _Route(value, home, cut)
+        for value, home, cut in itertools.compress(zip(values, homes, cuts, strict=True), map(not_, is_direct))
+    ]
+    return [*itertools.compress(values, is_direct)], [*itertools.compress(homes, is_direct)], others
 
 
 def _items(values: Sequence[StateValue], source: End, target: End, plans: _Plans, failure: Failure) -> Iterator[Item]:
