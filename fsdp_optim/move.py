@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import not_
 from typing import NamedTuple
 
 import torch
@@ -164,35 +165,36 @@ def move(
         return
     others: list[_Route] = []
     for first in range(0, len(values), _MOST_ROUTES):
-        direct: list[_Route] = []
-        for route in _routes(values[first : first + _MOST_ROUTES], source, target):
-            (direct if route.is_direct else others).append(route)
+        direct, cuts, staged = _routes(values[first : first + _MOST_ROUTES], source, target)
+        others += staged
         if failure.error is None:  # nothing is read or written after an error
             with failure:
-                _move_direct(direct, source, target, group.rank, budget)
+                _move_direct(direct, cuts, source, target, group.rank, budget)
     staging = budget.share(2, "elements in another cut than they are stored in, and the messages that carry them")
-    staged = [(route, route.staged.most_numel) for route in others]
+    sized = [(route, route.staged.most_numel) for route in others]
     pages = Pages(is_kept=target.is_stored and target.keeps_memory)
-    for batch in _batches(staged, staging.nbytes):
+    for batch in _batches(sized, staging.nbytes):
         most = max(route.staged.most_numel for route in batch)
         width = max(staging.nbytes // batch[0].value.dtype.itemsize, 1) if len(batch) == 1 else most
         for window in windows(most, width):
-            _move_window(
-                batch, window, source, target, pages, plans=plans, group=group, budget=staging, failure=failure
-            )
+            _move_window(batch, window, source, target, pages, plans=plans, budget=staging, failure=failure)
 
 
-def _move_direct(routes: Sequence[_Route], source: End, target: End, rank: int, budget: Budget) -> None:
+def _move_direct(
+    values: Sequence[StateValue], cuts: Sequence[Placement], source: End, target: End, rank: int, budget: Budget
+) -> None:
     """Move values that leave the source in the cut of the target, without messages."""
-    if target.is_stored and source.is_stored:
-        for slices in _stored_slices(routes, rank, budget):
-            source.fill(slices)
-            target.drain(slices)
-            slices.clear()
-    elif target.is_stored:
+    if not target.is_stored:
+        source.fill(list(map(Slice, values, cuts, target.memories(values))))
+        return
+    routes = list(map(_Route, values, cuts, cuts))
+    if not source.is_stored:
         _drain_live(routes, source, target, rank, budget)
-    else:
-        source.fill([Slice(route.value, route.target, target.memory(route.value)) for route in routes])
+        return
+    for slices in _stored_slices(routes, rank, budget):
+        source.fill(slices)
+        target.drain(slices)
+        slices.clear()
 
 
 class _Route(NamedTuple):
@@ -204,26 +206,27 @@ class _Route(NamedTuple):
     is_staged_at_source: bool = False
 
     @property
-    def is_direct(self) -> bool:
-        return self.source is self.target or self.source == self.target
-
-    @property
     def staged(self) -> Placement:
         """The cut of the elements that are staged in temporary memory."""
         return self.source if self.is_staged_at_source else self.target
 
 
-def _routes(values: Sequence[StateValue], source: End, target: End) -> list[_Route]:
-    """Return the routes of values. The source, the target or both must be stored."""
-    if not source.is_stored:
-        homes = list(map(source.placement, values))
-        return list(map(_Route, values, homes, target.io_placements(values, homes)))
-    if not target.is_stored:
-        homes = list(map(target.placement, values))
-        cuts = source.io_placements(values, homes)
-        return list(map(_Route, values, cuts, homes, itertools.repeat(True)))
-    cuts = target.io_placements(values, source.io_placements(values, [value.placement for value in values]))
-    return list(map(_Route, values, cuts, cuts, itertools.repeat(True)))
+def _routes(
+    values: Sequence[StateValue], source: End, target: End
+) -> tuple[list[StateValue], list[Placement], list[_Route]]:
+    """Return the values that leave a source as they reach the target, with their cuts, and the routes of the others."""
+    if source.is_stored and target.is_stored:
+        cuts = source.io_placements(values, [value.placement for value in values])
+        return [*values], [*target.io_placements(values, cuts)], []
+    live, stored = (target, source) if source.is_stored else (source, target)
+    homes = list(map(live.placement, values))
+    cuts = stored.io_placements(values, homes)
+    is_direct = [cut is home or cut == home for cut, home in zip(cuts, homes, strict=True)]
+    others = [
+        _Route(value, cut, home, is_staged_at_source=True) if source.is_stored else _Route(value, home, cut)
+        for value, home, cut in itertools.compress(zip(values, homes, cuts, strict=True), map(not_, is_direct))
+    ]
+    return [*itertools.compress(values, is_direct)], [*itertools.compress(homes, is_direct)], others
 
 
 def _items(values: Sequence[StateValue], source: End, target: End, plans: _Plans, failure: Failure) -> Iterator[Item]:
@@ -313,14 +316,13 @@ def _move_window(
     pages: Pages,
     *,
     plans: _Plans,
-    group: RankGroup,
     budget: Budget,
     failure: Failure,
 ) -> None:
     """Move one window of each rank's staged elements of a batch. The other end is live memory."""
-    rank, slices, items = group.rank, list[Slice](), list[Item]()
+    group, slices, items = plans.group, list[Slice](), list[Item]()
     with failure:
-        numels = [window.numel_in(route.staged.numel_on(rank)) for route in batch]
+        numels = [window.numel_in(route.staged.numel_on(group.rank)) for route in batch]
         flats = pages.flats([(numel, route.value.dtype) for numel, route in zip(numels, batch, strict=True)])
         for (route, planned), flat in zip(plans.of(batch), flats, strict=True):
             if not target.is_stored:
@@ -331,7 +333,7 @@ def _move_window(
                 items.append(Item(copies, route.value.dtype, flat, target.memory(route.value)))
             else:
                 copies = planned if window.is_all else _clipped(clip_to_target, planned, window)
-                sends = planned.sends and (window.is_all or has_from(copies, rank))
+                sends = planned.sends and (window.is_all or has_from(copies, group.rank))
                 held = source.memory(route.value) if sends else None
                 items.append(Item(copies, route.value.dtype, flatten(held) if held is not None else None, flat))
         if source.is_stored and failure.error is None:
@@ -343,14 +345,11 @@ def _move_window(
             target.drain(slices)
 
 
-# ------------------------------------------------------------------------------------------- plans
-
-
 class _Plans:
     """The plans of one call. Values with the same cut, such as values of equal layers, share one plan."""
 
     def __init__(self, group: RankGroup) -> None:
-        self._group = group
+        self.group = group
         self._same: dict[tuple[int, int], Request] = {}
 
     def of(self, routes: Iterable[_Route]) -> Iterator[tuple[_Route, RankPlan]]:
@@ -359,7 +358,7 @@ class _Plans:
         Raises LayoutError where no rank holds some elements of a source.
         """
         routes, to_plan = itertools.tee(routes)
-        return zip(routes, self._group.world.plans.each(map(self._request, to_plan)), strict=True)
+        return zip(routes, self.group.world.plans.each(map(self._request, to_plan)), strict=True)
 
     def _request(self, route: _Route) -> Request:
         value, source, target = route.value, route.source, route.target
@@ -373,8 +372,8 @@ class _Plans:
                 f"{value.fqn}: elements [{gap[0]}, {gap[1]}) of {value.name} are held by no rank "
                 f"(the source has {counted_noun(len(source.ranks), 'rank')})"
             )
-        sends = len(self._group.ranks) > 1  # a rank that makes the call alone sends nothing
-        request = Request(source, target, self._group.rank, value.replica_among(source), sends)
+        sends = len(self.group.ranks) > 1  # a rank that makes the call alone sends nothing
+        request = Request(source, target, self.group.rank, value.replica_among(source), sends)
         if source.num_replicas == 1:  # else the sender depends on the value's name
             self._same[id(source), id(target)] = request  # its references keep the ids unique
         return request

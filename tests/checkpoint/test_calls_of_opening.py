@@ -27,7 +27,7 @@ from fsdp_optim.plugins import CheckpointIndex
 FEW, MANY = 100, 300
 
 # Calls of functions, in Python and C, that each further tensor takes, by format: `load` without a model, and `inspect`.
-MOST = {"ours": (5, 26), "safetensors": (6, 9), "dcp": (175, 200)}
+MOST = {"ours": (3, 8), "safetensors": (6, 9), "dcp": (175, 200)}
 
 
 def trained(num_params: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import unittest
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from kit.compare import check_same
 from parameterized import parameterized
 
 from fsdp_optim import CheckpointError
-from fsdp_optim.formats.base.codec import Encoder
+from fsdp_optim.formats.base.codec import Decoder, Encoder
 from fsdp_optim.formats.base.description import decoded, encoded, from_plain, to_plain
 from fsdp_optim.plugins import GroupDescription, OptimDescription, ParamDescription
 
@@ -67,6 +68,11 @@ def _plain(description: OptimDescription) -> list[Any]:
     return [groups, params, description.other_keys, description.optimizer_class]
 
 
+def of(*values: Any, shape: Any = (2,), has_state: Any = True, **more: Any) -> dict[str, Any]:
+    """The JSON of a parameter."""
+    return {"shape": list(shape), "values": list(values), "has_state": has_state, **more}
+
+
 class DescriptionTest(unittest.TestCase):
     @settings(deadline=None, max_examples=100)
     @given(DESCRIPTIONS)
@@ -86,6 +92,39 @@ class DescriptionTest(unittest.TestCase):
         values, tensors = encoded("here", description, allow_pickle=False, records={})
         self.assertEqual(json.dumps(msgspec.to_builtins(values)), json.dumps(wanted))
         check_same("tensors", tensors, encoder.tensors)
+
+    @parameterized.expand(
+        (
+            ("leaves", {"w": of(["a", "tensor", "k"], ["b", "scalar", 1.5], ["c", "opaque", None])}),
+            ("no state", {"w": of(has_state=False), "v": of(shape=[])}),
+            ("a tuple", {"w": of(["a", "opaque", {"$tuple": [1, "x"]}])}),
+            ("a tag far inside", {"w": of(), "v": of(["a", "opaque", [0, {"x": {"$float": "inf"}}]])}),
+            ("a pickle", {"w": of(["a", "opaque", {"$pickle": "gASVBAAAAAAAAABLAS4="}])}),
+            ("a name that is a tuple", {"w": of([{"$tuple": [1, 2]}, "scalar", 1])}),
+            ("a name that is a list", {"w": of([[1], "scalar", 1])}),
+            ("a tag for a name", {"$w": of()}),
+            ("pairs", {"$dict": [["$w", of()]]}),
+            ("another field", {"w": of(more=1)}),
+            ("a pickle in another field", {"w": of(more={"$pickle": "gASVBAAAAAAAAABLAS4="})}),
+            ("a wrong shape", {"w": of(shape=[2.0])}),
+            ("too few fields", {"w": {"shape": [], "values": []}}),
+            ("no parameter", {"w": None}),
+            ("no dict", [of()]),
+        )
+    )
+    def test_leaves_alone_are_read_as_everything_else_is(self, _: str, params: Any) -> None:
+        """What needs no decoding is not decoded: with the values, and the errors, of a decoder that looks at each value."""
+        values = {"optimizer_class": "SGD", "groups": [], "extra": {"x": {"$tuple": [1]}}, "params": params}
+
+        def outcome(read: Callable[[], OptimDescription]) -> Any:
+            try:
+                return _plain(read())
+            except CheckpointError as error:
+                return str(error)
+
+        wanted = outcome(lambda: from_plain("here", Decoder("here", ()).decode(values)))
+        read = outcome(lambda: decoded("here", values, (), allow_pickle=False, records={}))
+        check_same("read", read, wanted)
 
     @parameterized.expand(
         (

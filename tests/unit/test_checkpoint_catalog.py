@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import logging
 import os
 import shutil
@@ -25,6 +24,8 @@ from torch import nn
 import fsdp_optim
 from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from fsdp_optim.formats.base import summary as briefs
+from fsdp_optim.formats.base.json_text import parse_json
+from fsdp_optim.formats.own import manifest as own_manifest
 from fsdp_optim.formats.own.probe import read_summary
 from fsdp_optim.storage.posix import OpenFolder
 
@@ -218,13 +219,12 @@ class OrderTest(CatalogTest):
         if size < 3 * 4096:
             raise Differs(f"a manifest of {size} bytes is too small to tell")
         read = []
-        real = json.loads
 
-        def loads(text: str, **kwargs: Any) -> Any:
+        def parsed(where: str, text: bytes) -> Any:
             read.append(len(text))
-            return real(text, **kwargs)
+            return parse_json(where, text)
 
-        with mock.patch.object(json, "loads", loads):
+        with mock.patch.object(own_manifest, "parse_json", parsed):
             self.check_latest("step-4")
         check_same("manifests that were read whole", read, [size])
 

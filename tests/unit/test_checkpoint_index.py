@@ -24,6 +24,8 @@ from fsdp_optim.formats.base.description import OPAQUE, PLACED, SCALAR, SCALAR_T
 from fsdp_optim.formats.base.index import mapped
 from fsdp_optim.formats.base.saved_optim import WORD_OF, description_of
 from fsdp_optim.formats.own import reader as own_reader
+from fsdp_optim.formats.own.manifest import PackedValues
+from fsdp_optim.formats.own.reader import Checkpoint
 from fsdp_optim.plugins import (
     GroupDescription,
     OptimDescription,
@@ -70,6 +72,24 @@ class TestForms(unittest.TestCase):
         self.assertEqual(saved.full["kinds"]["w"]["step"], Kind.SCALAR.value)
         self.assertEqual(sorted(saved.full["kinds"]), ["b", "w"], "a parameter without state has no kinds")
         self.assertEqual(saved.shapes["frozen"], (4,))
+
+    def test_parameters_with_equal_kinds_share_them(self) -> None:
+        """But for names that are equal and yet differ."""
+        values: list[tuple[tuple[Any, str, Any], ...]] = [
+            (("m", TENSOR, "m"), ("step", SCALAR_TENSOR, "step")),
+            (("m", TENSOR, "m"),),
+            ((1, SCALAR, 0),),
+            ((True, SCALAR, 0),),
+        ]
+        params = {str(index): ParamDescription((3, 2), listed, True) for index, listed in enumerate(2 * values)}
+        kinds = saved_optim("here", replace(DESCRIPTION, params=params), TENSORS).full["kinds"]
+        self.assertIs(kinds["0"], kinds["4"])
+        self.assertIs(kinds["1"], kinds["5"])
+        self.assertEqual(
+            [[*words.items()] for words in kinds.values()],
+            2 * [[("m", "sharded"), ("step", "scalar")], [("m", "sharded")], [(1, "scalar")], [(True, "scalar")]],
+        )
+        self.assertEqual([type(name) for words in kinds.values() for name in words], 2 * [str, str, str, int, bool])
 
     def test_the_words_are_kinds(self) -> None:
         self.assertEqual(WORD_OF, {Kind.SHARDED.value: TENSOR, Kind.SCALAR.value: SCALAR_TENSOR})
@@ -127,6 +147,16 @@ class TestResolved(unittest.TestCase):
         self.assertEqual(resolved.full.state["w"]["step"].item(), 5.0)
         self.assertEqual(resolved.tensors, {("w", "exp_avg"): TENSORS["m"]})
 
+    def test_dicts_without_end(self) -> None:
+        """A pickle can have them."""
+        endless: dict[str, Any] = {}
+        endless["x"] = endless
+        full = {"state": {0: {"x": endless}}, "param_groups": [{"params": [0, 1]}, {"params": [2]}]}
+        with self.assertRaisesRegex(
+            CheckpointError, "here: the optimizer: is not written as it should be: RecursionError"
+        ):
+            self.resolved(SavedOptim(full))
+
     def test_one_tensor_in_two_places_is_two(self) -> None:
         state = {key: {"exp_avg": TENSORS["rows"]} for key in (0, 2)}
         groups = [{"params": [0, 1]}, {"params": [2]}]
@@ -170,6 +200,24 @@ class TestOpening(unittest.TestCase):
                 index.optim.decoded(allow_pickle=False, records={})
             with self.assertRaisesRegex(CheckpointError, "decoded"):
                 index.extras["common"].decoded(allow_pickle=False)
+
+    @parameterized.expand([("packed", 1 << 63, PackedValues), ("a number that is too large", 1 << 64, dict)])
+    def test_what_was_decoded_is_kept_in_little_memory(self, _: str, number: int, kind: type) -> None:
+        """It is decoded, and written, again as before."""
+        model = nn.Linear(2, 2)
+        optim = torch.optim.SGD(model.parameters(), lr=float("inf"), momentum=0.5)
+        optim.param_groups[0]["seed"] = number
+        path = f"{tempfile.mkdtemp()}/step"
+        fsdp_optim.save(path, model, optim, options=fsdp_optim.SaveOptions(durable=False, progress=False))
+        with closing(Checkpoint.opened_in(store_at(path).open(), verify=True)) as checkpoint:
+            assert checkpoint.index.optim is not None
+            values, text = checkpoint.manifest.optim, checkpoint.manifest.encoded()
+            first, second = (checkpoint.index.optim.decoded(allow_pickle=False, records={}) for _ in range(2))
+            self.assertEqual(first, second)
+            self.assertEqual(first.full["param_groups"][0]["seed"], number)
+            self.assertEqual(checkpoint.manifest.optim_values, values)
+            self.assertEqual(type(checkpoint.manifest.optim), kind)
+            self.assertEqual(checkpoint.manifest.encoded(), text)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ ExtentsByFile = Mapping[str, Sequence[LocalExtent]]
 
 def lies_on_host(flat: torch.Tensor) -> bool:
     """Return whether files can be read directly into the memory of a tensor."""
-    return flat.device.type == "cpu"
+    return flat.is_cpu
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,14 +51,21 @@ class StoredValue(StateValue, frozen=True, eq=False, gc=False, kw_only=True):
         return cls(fqn, name, dtype, placement, is_state, stored=stored, flat=flat)
 
 
-def nbytes_of(values: Sequence[StoredValue], rank: int | None = None) -> int:
-    """Return the bytes of some values, or of a rank's part of them. A placement that layers share is asked once."""
-    numbers = Counter([(id(value.placement), value.dtype) for value in values])
-    placements = {id(value.placement): value.placement for value in values}
-    return sum(
-        number * dtype.itemsize * (placements[key].numel if rank is None else placements[key].numel_on(rank))
-        for (key, dtype), number in numbers.items()
-    )
+class Sizes:
+    """The bytes of some values. Each of the placements, which layers share, is asked once."""
+
+    def __init__(self, values: Sequence[StoredValue]) -> None:
+        numbers = Counter([(id(value.placement), value.dtype) for value in values])
+        placements = {id(value.placement): value.placement for value in values}
+        self._alike = [(placements[key], number * dtype.itemsize) for (key, dtype), number in numbers.items()]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(placement.numel * size for placement, size in self._alike)
+
+    def nbytes_on(self, rank: int) -> int:
+        """Return the bytes of a rank's part of them."""
+        return sum(placement.numel_on(rank) * size for placement, size in self._alike)
 
 
 class FlatsEnd(End):
@@ -66,6 +73,9 @@ class FlatsEnd(End):
 
     def memory(self, value: StateValue) -> torch.Tensor | None:
         return stored_value(value).flat
+
+    def memories(self, values: Sequence[StateValue]) -> Sequence[torch.Tensor | None]:
+        return [value.flat if isinstance(value, StoredValue) else stored_value(value).flat for value in values]
 
 
 def stored_value(value: StateValue) -> StoredValue:
@@ -136,12 +146,8 @@ class CheckpointEnd(End):
         return known[1]
 
     def fill(self, parts: Sequence[Slice]) -> None:
-        ranges, others = _Ranges(self), list[Slice]()
-        for part in parts:
-            if not ranges.add(part):
-                others.append(part)
-            elif len(ranges) >= _MOST_RANGES:
-                ranges.read()
+        ranges = _Ranges(self)
+        others = ranges.take(parts)
         ranges.read()
         for parts_of_round in _rounds(others):
             extents = (extent for part in parts_of_round for extent in self._extents(part))
@@ -201,7 +207,13 @@ def _rounds(parts: Sequence[Slice]) -> list[list[Slice]]:
     return rounds
 
 
-_Range: TypeAlias = tuple[int, int, int]
+class _Alike(NamedTuple):
+    """Parts that are stored and cut alike: the ranges of each, and the bytes of the tensor that it is a part of."""
+
+    ranges: Sequence[tuple[int, int, int]]
+    nbytes: int
+    firsts: list[int]  # the byte at which the tensor of each part begins
+    memory: list[int]  # the address of the memory of each
 
 
 class _Ranges:
@@ -209,32 +221,37 @@ class _Ranges:
 
     def __init__(self, end: CheckpointEnd) -> None:
         self._end, self._num = end, 0
-        self._alike: dict[tuple[Any, ...], tuple[Sequence[_Range], list[tuple[StoredTensor, torch.Tensor]]]] = {}
+        self._alike: dict[tuple[Any, ...], _Alike] = {}
 
-    def __len__(self) -> int:
-        return self._num
-
-    def add(self, part: Slice) -> bool:
-        """Take a part. Returns False for a part that is read by itself: on a device, or with a range that is not short.
+    def take(self, parts: Sequence[Slice]) -> list[Slice]:
+        """Take parts, which the caller keeps, and read them now and then. Returns those that are to be read by themselves: on a
+        device, or with a range that is not short.
 
         So is every part from a store where a request costs much: it is read in one request with the long ones beside it.
         """
-        value, cut, flat, start, _ = part
-        stored = value.stored if isinstance(value, StoredValue) else stored_value(value).stored
-        if flat is None or not local_extents.lies_on_host(flat) or stored.chunks is not None or stored.request_nbytes:
-            return False
-        key = stored.file, id(cut), stored.shape, value.dtype, start, flat.numel()
-        known = self._alike.get(key)
-        if known is None:
-            known = self._alike[key] = self._ranges_of(part, stored), []
-        ranges, parts = known
-        if not ranges:
-            return False
-        parts.append((stored, flat))
-        self._num += len(ranges)
-        return True
+        others, on_host = list[Slice](), local_extents.lies_on_host
+        for part in parts:
+            value, cut, flat, start, _ = part
+            stored = value.stored if isinstance(value, StoredValue) else stored_value(value).stored
+            if flat is None or stored.request_nbytes or stored.chunks is not None or not on_host(flat):
+                others.append(part)
+                continue
+            key = stored.file, id(cut), stored.shape, value.dtype, start, flat.numel()
+            alike = self._alike.get(key)
+            if alike is None:
+                nbytes = prod(stored.shape) * stored.itemsize
+                alike = self._alike[key] = _Alike(self._ranges_of(part, stored), nbytes, [], [])
+            if not alike.ranges:
+                others.append(part)
+                continue
+            alike.firsts.append(stored.start)
+            alike.memory.append(flat.data_ptr())
+            self._num += len(alike.ranges)
+            if self._num >= _MOST_RANGES:
+                self.read()
+        return others
 
-    def _ranges_of(self, part: Slice, stored: StoredTensor) -> Sequence[_Range]:
+    def _ranges_of(self, part: Slice, stored: StoredTensor) -> Sequence[tuple[int, int, int]]:
         """Return (byte of the tensor, byte of the memory, number of bytes) of each range; nothing if they are not short."""
         if part.flat is None or part.cut.local_range(self._end.rank)[1] <= part.start:
             return ()
@@ -247,12 +264,8 @@ class _Ranges:
     def read(self) -> None:
         """Fill the memory of all parts so far."""
         by_file: dict[str, list[ShortRanges]] = {}
-        for (file, *_), (ranges, parts) in self._alike.items():
-            if parts:
-                firsts = [stored.start for stored, _ in parts]
-                memory = [flat.data_ptr() for _, flat in parts]
-                stored, _ = parts[0]
-                nbytes = prod(stored.shape) * stored.itemsize
+        for (file, *_), (ranges, nbytes, firsts, memory) in self._alike.items():
+            if firsts:
                 by_file.setdefault(file, []).append(ShortRanges.of(firsts, memory, nbytes, ranges))
         for file, tables in by_file.items():
             ShortRanges.joined(tables).read(self._end.checkpoint, file, self._end.budget.nbytes, self._end.did_read)

@@ -22,7 +22,7 @@ from fsdp_optim.checkpoint.load.installing import install_all, install_objects_a
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.opening import open_on_all
 from fsdp_optim.checkpoint.load.proving import check_prints
-from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd, nbytes_of
+from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd, Sizes
 from fsdp_optim.checkpoint.load.receipt import receipt_of, warn_of_new_ranks
 from fsdp_optim.checkpoint.load.resharded_state import RanksHere
 from fsdp_optim.checkpoint.load.saved_state import SavedState, read_state
@@ -105,7 +105,8 @@ def _restore(
             trees = TreeTargets.agree_on_state(group, objects.targets, stored, options, objects.of_objects)
         objects.remember()
         values = [value for half in (weights, state, trees) if half is not None for value in half.stored_values()]
-        total = nbytes_of(values, group.rank)
+        sizes = Sizes(values)
+        total = sizes.nbytes_on(group.rank)
         failure = Failure()
         with Progress(options.progress, "loading", total, shown=group.rank == group.ranks[0]) as progress:
             host = group.budget.share(2, "copies of device memory on the host")
@@ -129,7 +130,7 @@ def _restore(
     num_tensors = len(values) + len(small)
     result = _summarized(_result(saved, objects, checkpoint), weights, state, source.nbytes, num_tensors)
     if group.rank == group.ranks[0]:
-        nbytes = nbytes_of(values) + sum(value.nbytes for value in small)
+        nbytes = sizes.nbytes + sum(value.nbytes for value in small)
         objects.receipt = receipt_of(
             result, checkpoint, group, options, objects, nbytes=nbytes, begun=begun, wrapper=reader.wrappers
         )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -29,6 +29,11 @@ from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.live.local_dict import Summaries
 from fsdp_optim.state.values.kinds import Kind
 from fsdp_optim.tensors.memory import dtype_named
+
+_FEW_LEVELS = 8  # of nested dicts, which untrusted ones may have without end; a parameter's values are in the third
+
+_Place: TypeAlias = tuple[str, str]
+"""The FQN and the name of a value."""
 
 
 @dataclass(frozen=True)
@@ -103,21 +108,14 @@ class StoredState:
             full = through.state(full, saved.shapes, read)
         with as_checkpoint_error(where):
             _check_read(where, full)
-            metas = _with_metas(full)
+            state = _with_metas(full.state)
+            metas = replace(full, state=state)
             if off_mesh:
                 metas = following_params(metas, shapes, metas.kinds.keys() - set(off_mesh))
-            is_moved = _IsMoved(metas, shapes)
-            tensors: dict[tuple[str, str], StoredTensor] = {}
-            others: dict[str, dict[str, Any]] = {}
-            for fqn, values in full.state.items():
-                others[fqn] = rest = {}
-                for name, value in values.items():
-                    if isinstance(value, StoredTensor) and is_moved(fqn, name, value):
-                        tensors[fqn, name] = value
-                    else:
-                        rest[name] = value
+            tensors, others = _Moved(metas, shapes).parted(full.state)
             others, other_keys = _read_in((others, full.other_keys), read)
-            state = {fqn: {**values, **others[fqn]} for fqn, values in metas.state.items()}
+            for (fqn, name), value in others.items():
+                state[fqn][name] = value
         return cls(replace(metas, state=state, other_keys=other_keys), tensors)
 
 
@@ -148,19 +146,33 @@ def _optims_in_trees(index: CheckpointIndex) -> str:
     )
 
 
-class _IsMoved:
-    """Whether the elements of a stored tensor are moved to the ranks that need them: it is cut like its parameter."""
+class _Moved:
+    """The stored tensors whose elements are moved to the ranks that need them: those that are cut like their parameters.
+
+    `metas`: the state with meta tensors, which are evidence for kinds that are not recorded.
+    """
 
     def __init__(self, metas: FullState, shapes: Mapping[str, Shape]) -> None:
         self._metas, self._shapes, self._evidence = metas, shapes, metas.evidence(shapes)
-        self._recorded: dict[str, bool] = {}  # by the word that records the kind
+        self._recorded: dict[str | None, bool] = {}  # by the word that records the kind; none for what is inferred
 
-    def __call__(self, fqn: str, name: str, stored: StoredTensor) -> bool:
-        words = self._metas.kinds.get(fqn)
-        word = words.get(name) if words is not None else None
-        known = self._recorded.get(word) if word is not None else None
-        if known is not None:
-            return known
+    def parted(self, state: Mapping[str, Mapping[str, Any]]) -> tuple[dict[_Place, StoredTensor], dict[_Place, Any]]:
+        """Return the tensors that are moved, and all other values, each by FQN and name."""
+        tensors: dict[_Place, StoredTensor] = {}
+        others: dict[_Place, Any] = {}
+        kinds, recorded = self._metas.kinds, self._recorded
+        for fqn, values in state.items():
+            words = kinds.get(fqn, {})
+            for name, value in values.items():
+                is_moved = False
+                if isinstance(value, StoredTensor):
+                    known = recorded.get(words.get(name))
+                    is_moved = known if known is not None else self._is_moved(fqn, name, value)
+                (tensors if is_moved else others)[fqn, name] = value
+        return tensors, others
+
+    def _is_moved(self, fqn: str, name: str, stored: StoredTensor) -> bool:
+        word = self._metas.kinds.get(fqn, {}).get(name)
         shape = self._shapes.get(fqn, stored.shape)
         kind = self._metas.kind_of(fqn, name, self._metas.state[fqn][name], shape, self._evidence)
         if word is not None:
@@ -179,14 +191,28 @@ def _as_dict(saved: SavedOptim, read: ReadSmall) -> Mapping[str, Any]:
     full = {**saved.other_keys, **saved.full}
     in_state = {key for key in full if str(key).startswith("state.")} if is_flattened(full) else {"state"}
     state = {key: full[key] for key in in_state if key in full}
-    lists = [value for value in _values_in(state) if isinstance(value, (list, tuple))]
+    kept = in_state | ({"kinds"} if saved.is_checked else set())  # kinds are words alone
+    rest = {key: value for key, value in full.items() if key not in kept}
+    lists = [value for value in _values_in(state) if isinstance(value, (list, tuple))] if _may_have_lists(state) else []
     if not lists:
-        rest = _read_in({key: value for key, value in full.items() if key not in in_state}, read)
-        return {key: state[key] if key in state else rest[key] for key in full}
-    rest, read_lists = _read_in(({key: value for key, value in full.items() if key not in in_state}, lists), read)
+        return {**full, **_read_in(rest, read)}
+    rest, read_lists = _read_in((rest, lists), read)
     left = iter(read_lists)
-    state = {key: _with_lists(value, left) for key, value in state.items()}
-    return {key: state[key] if key in state else rest[key] for key in full}
+    return {**full, **rest, **{key: _with_lists(value, left) for key, value in state.items()}}
+
+
+def _may_have_lists(tree: Mapping[Any, Any]) -> bool:
+    """Return whether there may be lists in nested dicts. All values of one level are asked together: they are of few types."""
+    level: list[Any] = [tree]
+    for _ in range(_FEW_LEVELS):
+        kinds = set(map(type, level))
+        if any(issubclass(kind, (list, tuple)) for kind in kinds):
+            return True
+        dicts = {kind for kind in kinds if issubclass(kind, Mapping)}
+        if not dicts:
+            return False
+        level = [value for inner in level if type(inner) in dicts for value in inner.values()]
+    return True
 
 
 def _values_in(tree: Mapping[Any, Any]) -> list[Any]:
@@ -205,22 +231,25 @@ def _with_lists(tree: Any, lists: Any) -> Any:
     return next(lists) if isinstance(tree, (list, tuple)) else mapped(tree, lambda value: _with_lists(value, lists))
 
 
-def _with_metas(full: FullState) -> FullState:
-    """Return the state with a meta tensor in the place of each stored one. Equal ones, which nobody writes to, are one object."""
-    metas: dict[tuple[Shape, str], torch.Tensor] = {}
+class _Metas(dict[tuple[Shape, str], torch.Tensor]):
+    """The meta tensor of each shape and dtype."""
 
-    def meta_of(stored: StoredTensor) -> torch.Tensor:
-        meta = metas.get((stored.shape, stored.dtype))
-        if meta is None:
-            meta = torch.empty(stored.shape, dtype=dtype_named(stored.dtype), device="meta")
-            metas[stored.shape, stored.dtype] = meta
+    def __missing__(self, kind: tuple[Shape, str]) -> torch.Tensor:
+        shape, dtype = kind
+        meta = self[kind] = torch.empty(shape, dtype=dtype_named(dtype), device="meta")
         return meta
 
-    state = {
-        fqn: {name: meta_of(value) if isinstance(value, StoredTensor) else value for name, value in values.items()}
-        for fqn, values in full.state.items()
+
+def _with_metas(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the state with a meta tensor in the place of each stored one. Equal ones, which nobody writes to, are one object."""
+    metas = _Metas()
+    return {
+        fqn: {
+            name: metas[value.shape, value.dtype] if isinstance(value, StoredTensor) else value
+            for name, value in values.items()
+        }
+        for fqn, values in state.items()
     }
-    return replace(full, state=state)
 
 
 def _read_in(tree: Any, read: ReadSmall) -> Any:

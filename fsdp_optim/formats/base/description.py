@@ -7,7 +7,7 @@ hyperparameter may be a tensor, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import msgspec
@@ -39,6 +39,9 @@ class ParamDescription:
     shape: tuple[int, ...]
     values: tuple[tuple[Any, str, Any], ...]
     has_state: bool
+
+
+_NUM_FIELDS = len(fields(ParamDescription))
 
 
 @dataclass(frozen=True)
@@ -136,4 +139,29 @@ def decoded(
     where: str, values: Any, tensors: Sequence[torch.Tensor], *, allow_pickle: bool, records: Mapping[str, type]
 ) -> OptimDescription:
     """The inverse of `encoded`. Raises CheckpointError for other JSON values, and for a pickle unless pickles are allowed."""
-    return from_plain(where, Decoder(where, tensors, allow_pickle=allow_pickle, records=records).decode(values))
+    decoder = Decoder(where, tensors, allow_pickle=allow_pickle, records=records)
+    params = _as_they_are(values)
+    if params is None:
+        return from_plain(where, decoder.decode(values))
+    return replace(from_plain(where, decoder.decode({**values, "params": {}})), params=params)
+
+
+_LEAVES = frozenset({str, int, float, bool, type(None)})
+
+
+def _as_they_are(values: Any) -> dict[str, ParamDescription] | None:
+    """Return the parameters whose JSON is their description, as nearly always: all of them have names and leaves alone.
+
+    None where a value is encoded, or wrong: then each is decoded, which says what is wrong.
+    """
+    encoded = values.get("params") if isinstance(values, dict) else None
+    if not isinstance(encoded, dict):
+        return None
+    try:
+        params = msgspec.convert(encoded, dict[str, ParamDescription])
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    if not {*map(len, encoded.values())} <= {_NUM_FIELDS} or any(fqn[:1] == "$" for fqn in params):
+        return None
+    kinds = {(type(name), type(content)) for param in params.values() for name, _, content in param.values}
+    return params if all(name is str and content in _LEAVES for name, content in kinds) else None

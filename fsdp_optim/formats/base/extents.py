@@ -207,9 +207,11 @@ class _SumCheck:
         index = bisect.bisect_right(borders, start) - 1
         last = bisect.bisect_right(borders, extent.stop) - 1  # the border at or before its end
         if start == borders[index] and last > index + 1:
-            inner = borders[index : last + 1]
-            parts = [memory[begin - start : end - start] for begin, end in itertools.pairwise(inner)]
-            if [*map(hash_of, parts)] == self._segments.hashes[index:last]:
+            inner = itertools.pairwise(borders[index : last + 1])
+            hashes = [
+                hash_of(memory[begin - start : end - start]) for begin, end in inner
+            ]  # of one view after the other
+            if hashes == self._segments.hashes[index:last]:
                 start, index = borders[last], last  # else the loop finds the segment
         while start < extent.stop:
             begin, end = borders[index], borders[index + 1]

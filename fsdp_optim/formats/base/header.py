@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from operator import attrgetter
 from typing import Annotated, Any
@@ -30,6 +32,8 @@ _MOST_NBYTES = 100_000_000  # in a header; the limit of safetensors itself
 _MOST_DIMENSIONS = 64  # of a tensor; the limit of torch
 _METADATA = "__metadata__"
 _ENTRIES_TOGETHER = 1 << 12
+_BEGINS = re.compile(rb'[ \t\n\r]*\{[ \t\n\r]*"__metadata__"[ \t\n\r]*:[ \t\n\r]*')
+_FOLLOWS = re.compile(rb'[ \t\n\r]*(,[ \t\n\r]*(?=")|(?=\}))')
 _JSON = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 
@@ -184,7 +188,8 @@ def parse_header(name: str, text: bytes, data_nbytes: int) -> ReadHeader:
 
 def _in_columns(tensors: Mapping[str, _Tensor], data_nbytes: int) -> Entries | None:
     """Return tensors as columns, in the order of their bytes; None where something is wrong, which `_checked` says."""
-    ranges = numpy.array([tensor.data_offsets for tensor in tensors.values()], numpy.int64).reshape(-1, 2)
+    offsets = chain.from_iterable([tensor.data_offsets for tensor in tensors.values()])
+    ranges = numpy.fromiter(offsets, numpy.int64, 2 * len(tensors)).reshape(-1, 2)
     numbers: dict[tuple[str, tuple[int, ...]], int] = {}
     kinds = numpy.array([numbers.setdefault((t.dtype, t.shape), len(numbers)) for t in tensors.values()], numpy.int64)
     shapes = [_shape_in_memory(code, shape) for code, shape in numbers]
@@ -234,7 +239,7 @@ def _shape_in_memory(code: str, shape: tuple[int, ...]) -> tuple[int, ...] | Non
 _Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
-class _Tensor(Struct, frozen=True, forbid_unknown_fields=True):
+class _Tensor(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """The entry of one tensor in the JSON of a header."""
 
     dtype: str
@@ -243,8 +248,8 @@ class _Tensor(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @functools.cache
-def _decoders() -> tuple[msgspec.json.Decoder[dict[str, msgspec.Raw]], msgspec.json.Decoder[list[_Tensor]]]:
-    return msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(list[_Tensor])
+def _decoder() -> msgspec.json.Decoder[dict[str, _Tensor]]:
+    return msgspec.json.Decoder(dict[str, _Tensor])
 
 
 _Listed = tuple[Mapping[str, _Tensor], Mapping[str, str]]
@@ -256,19 +261,29 @@ def _listed_at_once(name: str, text: bytes) -> _Listed | None:
     Such a decoder takes the last of two equal keys. Each key has a colon behind it, so as many colons as keys that were decoded
     prove that no key occurs twice; there are more if a key has a colon in it. `_listed` says what is wrong, if anything is.
     """
-    of_keys, of_tensors = _decoders()
     try:
-        by_key = of_keys.decode(text)
-        metadata = bytes(by_key.pop(_METADATA, b""))
-        tensors = of_tensors.decode(b"[%s]" % b",".join(by_key.values()))
+        metadata, of_tensors = _without_metadata(text)
+        tensors = _decoder().decode(of_tensors)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    num_keys = len(by_key) * (1 + len(_Tensor.__struct_fields__)) + bool(metadata)
-    if text.count(b":") - metadata.count(b":") != num_keys:
+    if of_tensors.count(b":") != len(tensors) * (1 + len(_Tensor.__struct_fields__)) or _METADATA in tensors:
         return None
-    return dict(zip(by_key, tensors, strict=True)), _metadata(
-        name, parse_json(f"{name}: its header", metadata or b"{}")
-    )
+    return tensors, _metadata(name, parse_json(f"{name}: its header", metadata))
+
+
+def _without_metadata(text: bytes) -> tuple[bytes, bytes]:
+    """Return the metadata of a header, if they come first, as nearly always, and the header without them.
+
+    Raises ValueError or RecursionError where no header has such a beginning.
+    """
+    begins = _BEGINS.match(text)
+    if begins is None:
+        return b"{}", text
+    _, end = json.JSONDecoder().raw_decode(text.decode("latin-1"), begins.end())
+    follows = _FOLLOWS.match(text, end)
+    if follows is None:
+        raise ValueError("neither a tensor nor the end follows the metadata")
+    return text[begins.end() : end], b"{" + text[follows.end() :]
 
 
 def _listed(name: str, text: bytes) -> _Listed:

@@ -95,6 +95,10 @@ class Entries(Sequence[HeaderEntry]):
         kind, start = int(self._kinds[at]), int(self._starts[at])
         return HeaderEntry(self.keys[at], *self._shapes[kind], start, start + self._nbytes[kind])
 
+    def columns(self) -> tuple[list[int], list[int], Sequence[tuple[str, tuple[int, ...]]]]:
+        """Return the kind of each tensor and its first byte, and the code and shape of each kind."""
+        return self._kinds.tolist(), self._starts.tolist(), self._shapes
+
     def __iter__(self) -> Iterator[HeaderEntry]:
         for key, kind, start in zip(self.keys, self._kinds.tolist(), self._starts.tolist(), strict=True):
             code, shape = self._shapes[kind]

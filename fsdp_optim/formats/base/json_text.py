@@ -6,10 +6,14 @@ import json
 import re
 from typing import Any
 
+import msgspec
+
 from fsdp_optim.errors import CheckpointError
 
 _FEW = 4096  # lists that even a tiny file may have
 _NBYTES_EACH = 4  # bytes that a file needs for each further list; an object counts as two
+_ESCAPED = rb"\u"  # how a character begins that is written as its number
+_DOUBTFUL = object()
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _WORD = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
@@ -18,6 +22,27 @@ def parse_json(where: str, data: bytes) -> Any:
     """Parse a text. Raises CheckpointError for a text that is not JSON, has a key twice or half of a character, or is nested too
     deeply.
     """
+    value = _parsed_at_once(data)
+    return value if value is not _DOUBTFUL else _parsed(where, data)
+
+
+def _parsed_at_once(data: bytes) -> Any:
+    """Parse a text in half the time; `_DOUBTFUL` for one in which something may be wrong, which `_parsed` says.
+
+    Such a parser takes the last of two equal keys. Each key has a colon behind it, and a colon in a string stays one unless it is
+    escaped: where the value as text has as many colons, no key was lost.
+    """
+    if _ESCAPED in data:
+        return _DOUBTFUL
+    try:
+        value = msgspec.json.decode(data)
+        num_colons = msgspec.json.encode(value).count(b":")
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError):
+        return _DOUBTFUL
+    return value if num_colons == data.count(b":") else _DOUBTFUL
+
+
+def _parsed(where: str, data: bytes) -> Any:
     try:
         value = json.loads(data.decode(), object_pairs_hook=without_duplicates)
         if _SURROGATE.search(data):  # two of them are a character, one alone cannot be encoded again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
@@ -24,6 +25,7 @@ from fsdp_optim.formats.base.records import COMMON, CheckpointContents, StoredTe
 WORD_OF = {"sharded": TENSOR, "scalar": SCALAR_TENSOR}
 """The words in a description for kinds of a full dict, where a file has the elements. All other kinds have one word in both."""
 
+_NAME_AND_WORD = itemgetter(0, 1)
 _KIND_OF = {word: kind for kind, word in WORD_OF.items()}
 
 
@@ -34,22 +36,40 @@ def saved_optim(where: str, description: OptimDescription, tensors: Mapping[str,
     """
     state: dict[str, dict[Any, Any]] = {}
     kinds: dict[str, dict[Any, str]] = {}
+    shared: dict[tuple[tuple[Any, str], ...], dict[Any, str]] = {}
     with as_checkpoint_error(f"{where}: the optimizer"):
+        at_hand = dict(tensors.items())  # one by one takes three times as long
         for fqn, param in description.params.items():
             if param.has_state:
-                kinds[fqn] = {name: _KIND_OF.get(kind, kind) for name, kind, _ in param.values}
-            state[fqn] = {
-                name: content
-                if kind in (SCALAR, OPAQUE)
-                else _stored(where, fqn, param, (name, kind, content), tensors)
-                for name, kind, content in param.values
-            }
+                kinds[fqn] = _kinds_of(param, shared)
+            state[fqn] = values = {}
+            for name, kind, content in param.values:
+                shape = param.shape if kind == TENSOR else () if kind == SCALAR_TENSOR else None
+                stored = at_hand.get(content) if shape is not None else None
+                if stored is not None and stored.shape == shape:
+                    values[name] = stored
+                elif kind in (SCALAR, OPAQUE):
+                    values[name] = content
+                else:
+                    values[name] = _stored(where, fqn, param, (name, kind, content), at_hand)
     groups = [{**dict(group.hyperparameters), "params": list(group.params)} for group in description.groups]
     full: dict[str, Any] = {"state": state, "param_groups": groups, "kinds": kinds}
     if description.optimizer_class is not None:
         full["optimizer_class"] = description.optimizer_class
     shapes = {fqn: param.shape for fqn, param in description.params.items()}
     return SavedOptim(full, description.other_keys, shapes, is_checked=True)
+
+
+def _kinds_of(param: ParamDescription, shared: dict[tuple[tuple[Any, str], ...], dict[Any, str]]) -> dict[Any, str]:
+    """Return the kinds of a parameter's values in a full dict: one dict for parameters with equal ones, which is in `shared`."""
+    words = tuple(map(_NAME_AND_WORD, param.values))
+    known = shared.get(words)
+    if known is not None:
+        return known
+    kinds = {name: _KIND_OF.get(word, word) for name, word in words}
+    if all(type(name) is str for name, _ in words):  # other names may be equal and yet differ, as 1 and True
+        shared[words] = kinds
+    return kinds
 
 
 def _stored(

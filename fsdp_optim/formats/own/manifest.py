@@ -90,12 +90,26 @@ class ThinnedInfo(Struct, frozen=True):
     content: str
 
 
+class PackedValues(Struct, frozen=True, gc=False):
+    """JSON values as bytes, which take a fifth of the memory."""
+
+    data: bytes
+
+    @classmethod
+    def of(cls, values: Any) -> Any:
+        """Return the packed values, or the values themselves where a number is too large."""
+        try:
+            return cls(msgspec.msgpack.encode(values))
+        except OverflowError:
+            return values
+
+
 class Manifest(Struct, frozen=True, kw_only=True):
     """The content of a manifest.
 
     Attributes:
-        optim: the description of the optimizer as JSON values, or as `canonical` text (msgspec.Raw); None if there is none, or
-            if it has a file of its own.
+        optim: the description of the optimizer as JSON values, PackedValues, or `canonical` text (msgspec.Raw); None if there is
+            none, or if it has a file of its own.
         summary: the summary at the beginning, under the key "brief"; None if an older version of the library saved.
         thinned: the record of `thin`, which has removed the optimizer; None otherwise.
         checksum: the hash of a manifest that was read; empty for a new one.
@@ -118,6 +132,15 @@ class Manifest(Struct, frozen=True, kw_only=True):
     def effective_summary(self) -> ManifestSummary:
         """The summary or, for a manifest without one, a summary that is made of the rest."""
         return self.summary if self.summary is not None else self.made_summary(0)
+
+    @property
+    def optim_values(self) -> Any:
+        """The description of the optimizer as JSON values, of a manifest that was read."""
+        return msgspec.msgpack.decode(self.optim.data) if isinstance(self.optim, PackedValues) else self.optim
+
+    def packed(self) -> Manifest:
+        """Return the same in little memory."""
+        return self if isinstance(self.optim, PackedValues) else replace(self, optim=PackedValues.of(self.optim))
 
     def made_summary(
         self,
@@ -153,7 +176,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
             del values["thinned"]
         values["brief"] = self.effective_summary.to_json()
         texts = {key: canonical(value) for key, value in values.items()}
-        texts["optim"] = bytes(self.optim) if isinstance(self.optim, msgspec.Raw) else canonical(self.optim)
+        texts["optim"] = bytes(self.optim) if isinstance(self.optim, msgspec.Raw) else canonical(self.optim_values)
         body = b"{%s}" % b",".join([b'"%s":%s' % (key.encode(), text) for key, text in sorted(texts.items())])
         check_density(NAME, body)  # refuses a text that no reader accepts
         return b'{"checksum":"%s","checkpoint":%s}\n' % (hex_of(body).encode(), body)

@@ -194,9 +194,10 @@ class Checkpoint:
             return fingerprint_in(self.opened, self.manifest)
 
     def _decoded_optim(self, allow_pickle: bool, records: Mapping[str, type]) -> SavedOptim:
-        where, values = f"{self.where}: the optimizer", self.manifest.optim
+        where, values = f"{self.where}: the optimizer", self.manifest.optim_values
         if values is not None:
             description = decoded(where, values, (), allow_pickle=allow_pickle, records=records)
+            self.__dict__["manifest"] = self.manifest.packed()  # asked for again by few
         else:
             file = self.extra(DESCRIPTION_FILE, verify=self.verifies)
             description = decoded(file.path, file.values, file.tensors, allow_pickle=allow_pickle, records=records)
