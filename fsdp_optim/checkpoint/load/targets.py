@@ -44,7 +44,7 @@ from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.state.values.summary import Summary
 from fsdp_optim.tensors.elements import shares_elements
-from fsdp_optim.tensors.memory import dtype_name
+from fsdp_optim.tensors.memory import dtype_name, dtype_named
 from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import Local, agree_on_state, names_of_global_state
@@ -360,13 +360,15 @@ class State(Struct, frozen=True):
 
     def stored_values(self) -> Iterator[StoredValue]:
         by_fqn, tensors, flats = self.local.by_fqn, self.tensors, self.flats
+        dtypes = {name: dtype_named(name) for name in {stored.dtype for stored in tensors.values()}}
         for fqn, param in self.global_state.params.items():
             local = by_fqn.get(fqn)
             memory, placement = flats.get(local.local_id, {}) if local is not None else {}, param.placement
             for name, value in self.full.state.get(fqn, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
                     stored = tensors[fqn, name]
-                    yield StoredValue.of(fqn, name, stored, placement, memory.get(name), is_state=True)
+                    dtype, flat = dtypes[stored.dtype], memory.get(name)
+                    yield StoredValue(fqn, name, dtype, placement, is_state=True, stored=stored, flat=flat)
 
     @property
     def small_tensors(self) -> list[torch.Tensor]:

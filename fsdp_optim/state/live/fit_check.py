@@ -20,6 +20,7 @@ from fsdp_optim.state.values.supported import is_sparse, sparse
 from fsdp_optim.tensors.elements import is_usual
 from fsdp_optim.tensors.memory import is_plain
 
+_SCALAR = Kind.SCALAR.value
 _NO_DIFFERENCE = frozenset({"kept", "live_groups"})
 
 
@@ -168,7 +169,7 @@ def check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
         shape, words = shapes.get(fqn), full.kinds.get(fqn, {})
         for name, value in values.items() if shape is not None else ():
             word = words.get(name)
-            if word == Kind.SCALAR.value and is_usual(value) and not value.dim():
+            if word == _SCALAR and is_usual(value) and not value.dim():
                 continue
             key = id(value), word, shape
             if key in fitting or shape is None:

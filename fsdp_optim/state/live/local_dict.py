@@ -26,6 +26,8 @@ from fsdp_optim.view import Handle
 Summaries = Mapping[str, Summary]
 """FQN -> summary of the state; without entries for parameters without state."""
 
+_SHARDED, _SCALAR = Kind.SHARDED.value, Kind.SCALAR.value
+
 
 def summarize(full: FullState, shapes: Mapping[str, Shape]) -> dict[str, Summary]:
     """Return the summary of the state of every parameter in a full state."""
@@ -65,9 +67,9 @@ def _alike(
     numbers = []
     for name, value in values.items():
         word = words.get(name) if words is not None else None
-        if word == Kind.SHARDED.value and isinstance(value, torch.Tensor):
+        if word == _SHARDED and isinstance(value, torch.Tensor):
             key += name, value.dtype
-        elif word == Kind.SCALAR.value:
+        elif word == _SCALAR:
             numbers.append(scalars.of(value))
             key += name, id(numbers[-1])
         else:
