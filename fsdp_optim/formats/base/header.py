@@ -49,8 +49,12 @@ class Header:
         """Return the header for tensors that are given as (key, torch's name of the dtype, shape) and lie end to end."""
         entries, at = [], 0
         kinds: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
-        for key, dtype, shape in tensors:
-            _check_key(key)
+        listed = list(tensors)
+        keys = [key for key, _, _ in listed]
+        if _METADATA in keys or not "".join(keys).isascii():
+            for key in keys:
+                _check_key(key)
+        for key, dtype, shape in listed:
             kind = kinds.get((dtype, shape))
             if kind is None:
                 kind = kinds[dtype, shape] = _kind_of(key, dtype, shape)
@@ -74,6 +78,7 @@ class Header:
     @functools.cached_property
     def _bytes(self) -> bytes:
         texts = [f'"{_METADATA}":{_JSON.encode(dict(self.metadata))}'] if self.metadata else []
+        are_plain = _is_plain("".join([entry.key for entry in self.entries]))  # nearly always
         joined: list[bytes] = []  # bytes of some thousand entries each, whose texts take more memory
         kinds: dict[tuple[str, tuple[int, ...]], str] = {}
         for entry in self.entries:
@@ -82,7 +87,8 @@ class Header:
             if between is None:
                 shape = ",".join(map(str, _shown_shape(entry)))
                 between = kinds[kind] = f':{{"dtype":"{entry.code}","shape":[{shape}],"data_offsets":['
-            texts.append(f"{_json_of(entry.key)}{between}{entry.start},{entry.stop}]}}")
+            key = f'"{entry.key}"' if are_plain else _json_of(entry.key)
+            texts.append(f"{key}{between}{entry.start},{entry.stop}]}}")
             if len(texts) == _ENTRIES_TOGETHER:
                 joined.append(",".join(texts).encode())
                 texts.clear()
@@ -135,9 +141,12 @@ def _kind_of(key: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
 
 def _json_of(key: str) -> str:
     """Return the JSON of a str."""
-    if key.isascii() and key.isprintable() and '"' not in key and "\\" not in key:  # nearly always
-        return f'"{key}"'
-    return _JSON.encode(key)
+    return f'"{key}"' if _is_plain(key) else _JSON.encode(key)
+
+
+def _is_plain(text: str) -> bool:
+    """Return whether JSON has a text as it is, between quotes."""
+    return text.isascii() and text.isprintable() and '"' not in text and "\\" not in text
 
 
 def _shown_shape(entry: HeaderEntry) -> tuple[int, ...]:
