@@ -155,9 +155,14 @@ def put(module: nn.Module, values: dict[str, Any], path: str, version: Any) -> N
 
 def _hooked(tree: ModuleTree, *, runs_hooks: bool) -> Iterator[str]:
     """Yield the modules whose state_dict() is changed by hooks or overrides, which this library does not run."""
+    plain = dict[type[nn.Module], bool]()  # whether a class has the state_dict() of nn.Module
     for module in tree.modules:
-        hooks = [*hooks_before(module), *(() if runs_hooks else hooks_after(module))]
-        foreign = [hook for hook in hooks if not is_of(hook, OF_TORCH)]
+        kind, before, after = type(module), hooks_before(module), () if runs_hooks else hooks_after(module)
+        if kind not in plain:
+            plain[kind] = getattr(kind, "state_dict", None) is nn.Module.state_dict
+        if not before and not after and plain[kind] and "state_dict" not in module.__dict__:
+            continue  # nearly always
+        foreign = [hook for hook in (*before, *after) if not is_of(hook, OF_TORCH)]
         if function_of(module.state_dict) is not nn.Module.state_dict and not is_of(module.state_dict, OF_TORCH):
             foreign.append(module.state_dict)
         if foreign:
