@@ -159,9 +159,8 @@ class SaveContents(Struct, frozen=True):
         prepared = self.writer.prepare(index, allow_pickle=self.options.allow_pickle, records=RECORDS)
         if self.state is not None and index.optim is not None and prepared.description is not None:
             prove_loadable(self.state, index.optim, prepared.description, self.names.given)
-        prepared = replace(
-            prepared, description=None
-        )  # read for the last time, and as large as the names of all values
+        # Read for the last time, and as large as the names of all values.
+        prepared = replace(prepared, description=None)
         return prepared, {**self.small_files, **prepared.files}
 
     def index(self, world_size: int) -> CheckpointIndex:

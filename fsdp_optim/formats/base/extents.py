@@ -208,9 +208,8 @@ class _SumCheck:
         last = bisect.bisect_right(borders, extent.stop) - 1  # the border at or before its end
         if start == borders[index] and last > index + 1:
             inner = itertools.pairwise(borders[index : last + 1])
-            hashes = [
-                hash_of(memory[begin - start : end - start]) for begin, end in inner
-            ]  # of one view after the other
+            # One view after the other, and not all of them at once.
+            hashes = [hash_of(memory[begin - start : end - start]) for begin, end in inner]
             if hashes == self._segments.hashes[index:last]:
                 start, index = borders[last], last  # else the loop finds the segment
         while start < extent.stop:
