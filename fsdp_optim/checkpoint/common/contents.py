@@ -290,7 +290,7 @@ def loadable(local: Local, rank: int) -> Local:
 
 def is_buffer(param: torch.Tensor) -> bool:
     """Return whether a Handle's tensor is a buffer of the model."""
-    return not (getattr(param, "_is_param", False) or isinstance(param, torch.nn.Parameter))  # which asks that last
+    return not isinstance(param, torch.nn.Parameter)
 
 
 def read_state(
