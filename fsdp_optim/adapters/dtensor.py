@@ -23,13 +23,14 @@ from fsdp_optim.tensors.dtensors import (
     check_cut,
     dtensor,
     dtensor_cut_like,
+    dtensor_like,
     grid_of,
     is_dtensor,
     is_loaded,
     local_of,
     placement_of,
 )
-from fsdp_optim.tensors.memory import flatten, is_plain, laid_out_like, map_container
+from fsdp_optim.tensors.memory import flatten, is_plain, map_container
 from fsdp_optim.view import Handle, LocalPart, Original, writing_into
 
 if TYPE_CHECKING:
@@ -298,9 +299,8 @@ class DTensorHandle(Handle):
         return is_plain(local) and (local.shape == self.local_shape or not (local.numel() or self.local_numel))
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
-        param = self.param
-        if is_dtensor(param) and (local := local_of(param)).shape == self.local_shape:
-            return dtensor_cut_like(laid_out_like(flat, local), param)
+        if is_dtensor(self.param) and local_of(self.param).shape == self.local_shape:
+            return dtensor_like(flat, self.param)
         return self._dtensor(flat.view(self.local_shape), self.spec, self.shape)
 
     @cached_property

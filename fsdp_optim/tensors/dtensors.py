@@ -98,10 +98,7 @@ def dtensor_cut_like(local: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 def is_usual_dtensor(value: object) -> bool:
     """Return whether a value is a DTensor with an ordinary local tensor, which is no part of a sum."""
-    if not is_dtensor(value) or not is_usual(value._local_tensor):
-        return False
-    placements = value._spec.placements
-    return not placements[0].is_partial() if len(placements) == 1 else not is_partial(value)
+    return is_dtensor(value) and is_usual(value._local_tensor) and not is_partial(value)
 
 
 def is_partial(value: DTensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.dcp.keys import GROUPS, STATE, Leaf
-from fsdp_optim.foreign.dcp.values import Path, keys_by_path, with_recorded
+from fsdp_optim.foreign.dcp.values import keys_by_path, with_recorded
 from fsdp_optim.formats.base.codec import Withheld
 
 
@@ -34,14 +34,14 @@ def filled(tree: Any, value_of: Callable[[str], Any]) -> Any:
     return tree
 
 
-class FilledTree(Mapping[Any, Any]):
-    """A tree with values in the place of leaves, which are made anew when a part of it is asked for."""
+class ChangedTree(Mapping[Any, Any]):
+    """A tree of which each part is changed, anew, when it is asked for. `change(name, part)`: the changed part."""
 
-    def __init__(self, tree: Mapping[Any, Any], value_of: Callable[[str], Any]) -> None:
-        self._tree, self._value_of = tree, value_of
+    def __init__(self, tree: Mapping[Any, Any], change: Callable[[Any, Any], Any]) -> None:
+        self._tree, self._change = tree, change
 
     def __getitem__(self, name: Any) -> Any:
-        return filled(self._tree[name], self._value_of)
+        return self._change(name, self._tree[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self._tree
@@ -62,10 +62,14 @@ def full_dict(
 
     Raises CheckpointError where they cannot be one: two have the same parameter, or one is flattened and another is not.
     """
+
+    def fill(name: Any, part: Any) -> Any:
+        return filled(part, value_of)
+
     if not optims:
         return None
     if all(GROUPS not in optim for optim in optims):
-        return FilledTree(_united(where, optims), value_of)
+        return ChangedTree(_united(where, optims), fill)
     if any(GROUPS not in optim for optim in optims):
         raise CheckpointError(
             f"{where}: some of its optimizers have flattened state dicts, and others do not: save them alike"
@@ -92,7 +96,7 @@ def full_dict(
         _unite(where, others, filled(rest, value_of))
         groups += listed
         num_params += len(params)
-    return {STATE: FilledTree(state, value_of), GROUPS: groups, **others}
+    return {STATE: ChangedTree(state, fill), GROUPS: groups, **others}
 
 
 def with_optimizer_keys(where: str, full: Mapping[str, Any] | None, listed: Any) -> Mapping[str, Any] | None:
@@ -107,29 +111,10 @@ def with_optimizer_keys(where: str, full: Mapping[str, Any] | None, listed: Any)
     by_path = keys_by_path(where, listed)
     rest = {key: value for key, value in full.items() if key not in (STATE, GROUPS)}
     return {
-        STATE: _Keyed(full[STATE], where, by_path),
+        STATE: ChangedTree(full[STATE], lambda name, part: with_recorded(where, part, by_path, (STATE, name))),
         GROUPS: with_recorded(where, full[GROUPS], by_path, (GROUPS,)),
         **with_recorded(where, rest, by_path, ()),
     }
-
-
-class _Keyed(Mapping[Any, Any]):
-    """The state by parameter, with the keys that the dicts inside had."""
-
-    def __init__(self, state: Mapping[Any, Any], where: str, by_path: Mapping[Path, list[Any]]) -> None:
-        self._state, self._where, self._by_path = state, where, by_path
-
-    def __getitem__(self, name: Any) -> Any:
-        return with_recorded(self._where, self._state[name], self._by_path, (STATE, name))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._state
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
 
 
 def _united(where: str, optims: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

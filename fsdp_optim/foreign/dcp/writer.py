@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar
 
-from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.torch_zip import ALIGNMENT, TensorStub, frames_around
 from fsdp_optim.foreign.dcp.probe import NAME, VERSION, with_summary
 from fsdp_optim.foreign.dcp.values import (
@@ -48,6 +48,7 @@ from fsdp_optim.formats.base.protocols import (
     Writer,
     WrittenFiles,
 )
+from fsdp_optim.formats.base.records import TensorNames
 from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
 from fsdp_optim.formats.base.summary import ManifestSummary, SavedRoles
 from fsdp_optim.formats.base.tree_values import InFile
@@ -157,7 +158,7 @@ class DcpWriter(Writer):
             starts=tuple(starts),
             nbytes_of_data=plan.num_data,
             segment_nbytes=0,
-            tensors_in=_Names(tuple(starts), tuple(tensor.key for tensor in tensors)),
+            tensors_in=TensorNames(tuple(starts), tuple(tensor.key for tensor in tensors)),
             between=between,
         )
 
@@ -226,21 +227,6 @@ class DcpWriter(Writer):
 
 
 # ------------------------------------------------------------------------------------------- tensors
-
-
-@dataclass(frozen=True)
-class _Names:
-    """Names the tensors in a range of the data."""
-
-    starts: tuple[int, ...]
-    keys: tuple[str, ...]
-
-    def __call__(self, start: int, stop: int) -> str:
-        ends = (*self.starts[1:], stop)
-        keys = [
-            key for key, first, end in zip(self.keys, self.starts, ends, strict=True) if first < stop and start < end
-        ]
-        return shortened(keys)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from fsdp_optim.errors import shortened
 from fsdp_optim.formats.base.checksums import Rows
 from fsdp_optim.formats.base.description import OptimDescription
 from fsdp_optim.formats.base.extents import DataSection
@@ -113,6 +114,21 @@ class PlannedTensor(Struct, frozen=True, gc=False):
     dtype: str
     shape: Shape
     half: Half = "model"
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Names the tensors in a range of the data of a file, by the byte at which each begins."""
+
+    starts: tuple[int, ...]
+    keys: tuple[str, ...]
+
+    def __call__(self, start: int, stop: int) -> str:
+        ends = (*self.starts[1:], stop)
+        keys = [
+            key for key, first, end in zip(self.keys, self.starts, ends, strict=True) if first < stop and start < end
+        ]
+        return shortened(keys)
 
 
 @dataclass(frozen=True)

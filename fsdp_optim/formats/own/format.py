@@ -15,7 +15,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import hex_of, join_tables, segment_nbytes, sums_of
 from fsdp_optim.formats.base.description import (
     GroupDescription,
@@ -39,6 +39,7 @@ from fsdp_optim.formats.base.protocols import (
     Writer,
     WrittenFiles,
 )
+from fsdp_optim.formats.base.records import TensorNames
 from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
 from fsdp_optim.formats.own.extras import encode_extra, info_of
 from fsdp_optim.formats.own.folders import (
@@ -131,7 +132,9 @@ class OwnWriter(Writer):
         optim, read_back = None, None
         if contents.optim is not None:
             values, tensors = encoded("optim", contents.optim, allow_pickle=allow_pickle, records=records)
-            others = [fqn for fqn, param in contents.optim.params.items() if not is_text_alone(param)]
+            described = contents.optim.params
+            is_plain = values["params"] is described  # as `encoded` leaves those that text alone describes
+            others = [] if is_plain else [fqn for fqn, param in described.items() if not is_text_alone(param)]
             optim = msgspec.Raw(canonical_optim(values, plain=not others))
             read_back = _read_back(contents.optim, values, tensors, others, allow_pickle=allow_pickle, records=records)
             if not tensors:
@@ -278,22 +281,17 @@ def _has_no_weight(tensors: Sequence[PlannedTensor]) -> bool:
 
 
 def _planned(name: str, half: Half, tensors: Sequence[PlannedTensor], header: Header, num_ranks: int) -> PlannedFile:
-    entries, nbytes = header.entries, header.data_nbytes
-    keys, starts = [entry.key for entry in entries], tuple(entry.start for entry in entries)
-
-    def tensors_in(start: int, stop: int) -> str:  # without the header, which is large
-        ends = (*starts[1:], nbytes)
-        return shortened(key for key, *own in zip(keys, starts, ends, strict=True) if own[0] < stop and start < own[1])
-
+    entries = header.entries
+    starts = tuple(entry.start for entry in entries)
     return PlannedFile(
         name=name,
         half=half,
         head=header.encoded(),
         tensors=tuple(tensors),
         starts=starts,
-        nbytes_of_data=nbytes,
+        nbytes_of_data=header.data_nbytes,
         segment_nbytes=segment_nbytes((entry.stop - entry.start for entry in entries), num_ranks),
-        tensors_in=tensors_in,
+        tensors_in=TensorNames(starts, tuple(entry.key for entry in entries)),  # not the header, which is large
     )
 
 
