@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.layout import Placement, Shape
 from fsdp_optim.tensors.dtensors import as_local, dtensor_like, is_dtensor, local_of, placement_of_value
-from fsdp_optim.tensors.memory import detached_copy, flatten, is_plain, laid_out_like
+from fsdp_optim.tensors.memory import detached_copy, flatten, in_shape, is_plain, laid_out_like
 
 
 class Original(Struct, frozen=True):
@@ -83,7 +83,17 @@ class Handle:
     def install(self, flat: torch.Tensor) -> None:
         """Overwrite the elements that `weights` gives with the elements of a 1-D tensor."""
         with writing_into(self.param):
-            self.weights().copy_(flat.view(self.local_shape))
+            self.weights().copy_(in_shape(flat, self.local_shape))
+
+    def filled(self) -> torch.Tensor | None:
+        """Return the tensor into which `install` copies, and nothing else, so that those of many parameters are filled at once.
+
+        It has the local shape. None: `install` does more.
+        """
+        if type(self).install is not Handle.install or not is_plain(self.param) or not is_written_as_now(self.param):
+            return None
+        weights = self.weights()
+        return weights if is_plain(weights) else None
 
     def held(self, value: torch.Tensor) -> torch.Tensor | None:
         """Return this rank's part of a state value, sharing its memory; None for a value that is not cut like the parameter."""
@@ -121,7 +131,7 @@ class Handle:
         """
         if self.param.shape == self.local_shape:
             return laid_out_like(flat, self.param)
-        return flat.view(self.local_shape)
+        return in_shape(flat, self.local_shape)
 
     @property
     def marks(self) -> bool:
@@ -251,14 +261,18 @@ class ModuleValues:
         return (self.extra_state_loaders[path], fqn[len(path) + 1 :] if path else fqn) if path is not None else None
 
 
+def is_written_as_now(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor was made in the mode, of inference or not, that is on now, so that it can be overwritten in it."""
+    return tensor.is_inference() == torch.is_inference_mode_enabled()
+
+
 def writing_into(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Return a context in which a tensor can be overwritten: without autograd, in the mode in which the tensor was made."""
-    is_inference = tensor.is_inference()
-    if is_inference == torch.is_inference_mode_enabled():
+    if is_written_as_now(tensor):
         # Nearly always; to enter a mode takes longer than to copy a small tensor.
         return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
     stack = ExitStack()
-    stack.enter_context(torch.inference_mode(mode=is_inference))
+    stack.enter_context(torch.inference_mode(mode=tensor.is_inference()))
     stack.enter_context(torch.no_grad())
     return stack
 

@@ -93,12 +93,15 @@ def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
         kept_of.clear()
         params = _params_in_order(optim, state_dict)
         keeps_on_cpu = cache(lambda: _keeps_on_cpu(optim))
-        state = dict(state_dict["state"])
+        state, live = dict(state_dict["state"]), optim.state
         for key, values in state_dict["state"].items():
             if key not in params or not isinstance(values, dict):
                 continue  # not of a parameter
-            offloaded = _offloaded_names(optim.state.get(params[key]) or {}, params[key], values, keeps_on_cpu)
-            changing = [*changing_names(params[key], values), *offloaded]
+            param = params[key]
+            offloaded = (
+                _offloaded_names(live.get(param) or {}, values, keeps_on_cpu) if param.device.type != "cpu" else _NONE
+            )
+            changing = [*changing_names(param, values), *offloaded]
             if changing:
                 changing_of[key] = dict.fromkeys(changing)
                 kept_of[key] = offloaded
@@ -204,7 +207,8 @@ def changing_names(param: torch.Tensor, values: Mapping[Any, Any]) -> list[Any]:
 
     It makes these anew, even a str.
     """
-    is_float, dtype = param.is_floating_point(), param.dtype  # asked once: a DTensor answers slowly
+    dtype = param.dtype  # asked once: a DTensor answers slowly
+    is_float = dtype.is_floating_point
     return [
         name
         for name, value in values.items()
@@ -216,16 +220,17 @@ def changing_names(param: torch.Tensor, values: Mapping[Any, Any]) -> list[Any]:
     ]
 
 
+_NONE = frozenset[Any]()
+
+
 def _offloaded_names(
-    live: Mapping[Any, Any], param: torch.Tensor, values: Mapping[Any, Any], keeps_on_cpu: Callable[[], bool]
+    live: Mapping[Any, Any], values: Mapping[Any, Any], keeps_on_cpu: Callable[[], bool]
 ) -> frozenset[Any]:
-    """Return the names of the values on the CPU that stay there: the parameter is elsewhere, and its state was on the CPU.
+    """Return the names of the values on the CPU that stay there, of a parameter elsewhere whose state was on the CPU.
 
     torch's load would copy them to the device of the parameter, which may not have the memory for them. Where a parameter has no
     state yet, the state of the others says where the optimizer keeps it (`keeps_on_cpu`).
     """
-    if param.device.type == "cpu":
-        return frozenset()
     names = (name for name, value in values.items() if is_on_cpu(value))
     return frozenset(name for name in names if (is_on_cpu(live[name]) if name in live else keeps_on_cpu()))
 

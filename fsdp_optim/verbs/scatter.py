@@ -18,8 +18,9 @@ from fsdp_optim.options import CallArguments, Model, ScatterArguments
 from fsdp_optim.state.dicts.dialects import given_dict
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.live.fit_check import Fit
+from fsdp_optim.state.live.flats import Flats
 from fsdp_optim.state.live.local import Optimizers
-from fsdp_optim.state.live.local_dict import Flats, Shard, summarize
+from fsdp_optim.state.live.local_dict import Shard, summarize
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.values.opaque import OpaqueShards
 from fsdp_optim.state.values.summary import Summary

@@ -38,13 +38,14 @@ from fsdp_optim.options import WhichWeights
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.live.fit_check import Fit
+from fsdp_optim.state.live.flats import Flats
 from fsdp_optim.state.live.local import Optimizers
-from fsdp_optim.state.live.local_dict import Flats, Shard, summarize
+from fsdp_optim.state.live.local_dict import Shard, summarize
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.state.values.summary import Summary
 from fsdp_optim.tensors.elements import shares_elements
-from fsdp_optim.tensors.memory import dtype_name, dtype_named
+from fsdp_optim.tensors.memory import copy_each, dtype_name, dtype_named, in_shape
 from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import Local, agree_on_state, names_of_global_state
@@ -143,27 +144,30 @@ class Weights(Struct, frozen=True):
 
     def stored_values(self) -> Iterator[StoredValue]:
         by_fqn, flats = self.local.by_fqn, self.flats
+        dtypes = {name: dtype_named(name) for name in {stored.dtype for stored in self.stored.values()}}
         for fqn, param in self.global_state.params.items():
             stored = self.stored.get(fqn)
             if stored is not None:
-                local = by_fqn.get(fqn)
+                local, dtype = by_fqn.get(fqn), dtypes[stored.dtype]
                 flat = flats[local.local_id][stored.dtype] if local is not None else None
-                yield StoredValue.of(fqn, WEIGHT, stored, param.placement, flat, is_state=False)
+                yield StoredValue(fqn, WEIGHT, dtype, param.placement, False, stored=stored, flat=flat)
 
     def install(self) -> None:
-        with torch.no_grad():
-            self._install()
-
-    def _install(self) -> None:
+        targets, sources = list[torch.Tensor](), list[torch.Tensor]()
         for param in self.local.optim.params:
             flats = self.flats.get(param.local_id)
             if not flats:
                 continue
-            is_complete = all(fqn in self.stored for fqn in param.named.fqns)
-            if len(flats) == 1 and (is_complete or dtype_name(param.handle.weights_dtype) in flats):
-                param.handle.install(next(iter(flats.values())))
+            handle, (flat, *others) = param.named.handle, flats.values()
+            is_complete = all(map(self.stored.__contains__, param.named.fqns))
+            if others or not (is_complete or dtype_name(handle.weights_dtype) in flats):
+                handle.install(merged(param, flats, self.stored, self.local.view.rank))  # memory that is freed at once
+            elif (target := handle.filled()) is None:
+                handle.install(flat)
             else:
-                param.handle.install(merged(param, flats, self.stored, self.local.view.rank))
+                targets.append(target)
+                sources.append(in_shape(flat, target.shape))
+        copy_each(targets, sources)
 
 
 def _of_all_ranks(group: RankGroup, differing: Mapping[str, str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from fsdp_optim.errors import StateError, shortened
 from fsdp_optim.formats.base.protocols import Reader, StoredTensor
 from fsdp_optim.move import Slice
 from fsdp_optim.state.dicts.packed import LocalId
-from fsdp_optim.state.live.local_dict import Flats
+from fsdp_optim.state.live.flats import Flats
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.state.values.summary import Summary

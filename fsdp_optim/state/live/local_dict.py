@@ -20,8 +20,7 @@ from fsdp_optim.state.live.saved_groups import hypers_of_each
 from fsdp_optim.state.values.kinds import Kind
 from fsdp_optim.state.values.opaque import OpaqueShards, depends_on_cut, holds_all
 from fsdp_optim.state.values.summary import OpaqueType, Scalar, Scalars, Summary
-from fsdp_optim.tensors.memory import Slabs, copy_in_memory, detached_copy, empty, flatten, is_plain, laid_out_like
-from fsdp_optim.view import Handle
+from fsdp_optim.tensors.memory import copy_in_memory, detached_copy, empty, flatten, is_plain, laid_out_like
 
 Summaries = Mapping[str, Summary]
 """FQN -> summary of the state; without entries for parameters without state."""
@@ -119,66 +118,6 @@ def _check_equal(first: str, a: Summary | None, other: str, b: Summary | None, w
             )
 
 
-class Flats:
-    """Memory for the local values of live parameters: 1-D tensors on their devices, with zeros in the padding.
-
-    Tensors that are made together live equally long (`Slabs`). Parameters that are cut alike have the same padding, found once.
-
-    `missing`: FQNs of parameters that keep their live values; tensors of a live parameter with such originals begin as copies.
-    """
-
-    def __init__(self, rank: int, missing: frozenset[str] = frozenset()) -> None:
-        self._rank, self._missing, self._slabs = rank, missing, Slabs()
-        self._kinds: dict[tuple[object, ...], tuple[Handle, int, list[tuple[int, int]]]] = {}
-
-    def of(self, param: LocalParam, summary: Summary | None) -> dict[str, torch.Tensor]:
-        """Allocate a tensor for each sharded value of one live parameter."""
-        if summary is None or not summary.sharded:
-            return {}
-        tensors, handle = {}, param.named.handle
-        numel, padding = self._kind_of(handle)
-        shape, beside = (numel,), handle.device
-        keeps = bool(self._missing) and param.state is not None and not self._missing.isdisjoint(param.named.fqns)
-        for name, dtype in summary.dtypes.items():
-            flat = tensors[name] = self._slabs.empty(shape, dtype, param.device_of(name, beside))
-            for start, stop in padding:
-                flat[start:stop].zero_()
-            live = handle.local(param.state[name]) if keeps and param.state is not None else None
-            if live is not None:
-                flat.copy_(live)
-        return tensors
-
-    def _kind_of(self, handle: Handle) -> tuple[int, list[tuple[int, int]]]:
-        """Return the number of elements of a local tensor, and its padding."""
-        originals = handle.originals
-        if len(originals) == 1:
-            key: tuple[object, ...] = handle.local_shape, id(originals[0].placement)
-        else:
-            key = handle.local_shape, *[id(original.placement) for original in originals]
-        known = self._kinds.get(key)
-        if known is None:
-            kind = handle.local_numel, _padding(handle, self._rank)
-            known = self._kinds[key] = handle, *kind  # a reference that keeps the ids unique
-        return known[1], known[2]
-
-
-def _padding(handle: Handle, rank: int) -> list[tuple[int, int]]:
-    """Return the ranges of the local tensor that belong to no original parameter."""
-    covered = []
-    for original in handle.originals:
-        shard = original.placement.shard_of(rank)
-        for block in original.placement.blocks(shard) if shard is not None else ():
-            covered.append((block.offset, block.end))
-    gaps, at = [], 0
-    for start, stop in sorted(covered):
-        if at < start:
-            gaps.append((at, start))
-        at = max(at, stop)
-    if at < handle.local_numel:
-        gaps.append((at, handle.local_numel))
-    return gaps
-
-
 class Numbers:
     """Copies of the scalars of some summaries, one for each parameter, which an optimizer changes in place.
 
@@ -221,11 +160,12 @@ def local_values(
 ) -> dict[str, Any]:
     """Return the state of one live parameter in its optimizer's form. `opaque`: the result of `opaque_values`."""
     scalars, handle = dict(summary.scalars), param.named.handle
-    may_have_own_cut = bool(param.state) and holds_all(handle)
+    has_state = bool(param.state)
+    may_have_own_cut = has_state and holds_all(handle)
     values: dict[str, Any] = {}
     for name in summary.names:
         if name in tensors:
-            value = _as_live(param, name, tensors[name])
+            value = _as_live(param, name, tensors[name]) if has_state else handle.from_local(tensors[name])
             cut = _cut_as_live(param, name, value, rank) if may_have_own_cut else None
             values[name] = value if cut is None else cut
         elif name in opaque:
