@@ -30,7 +30,8 @@ from fsdp_optim.plan import (
     replica_of,
     windows,
 )
-from fsdp_optim.tensors.memory import Budget, Pages, empty, flat_slice, flatten, in_batches
+from fsdp_optim.tensors.allocation import Pages, empty
+from fsdp_optim.tensors.memory import Budget, flat_slice, flatten, in_batches
 from fsdp_optim.transport.agree import exchange
 from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure
@@ -72,7 +73,7 @@ class Slice(NamedTuple):
     """A range of this rank's local tensor for a value that is cut as `cut`: the 1-D tensor `flat`, from element `start` on.
 
     `flat` None: this rank has no elements of the value. `is_own`: the memory of `flat` was allocated for this slice, so an end
-    that takes the slice may keep the memory.
+    that takes the slice may keep the memory. In `End.fill`, contiguous memory for a complete local tensor may have any shape.
     """
 
     value: StateValue

@@ -124,6 +124,11 @@ class Handle:
         held = self.held(value)
         return flatten(held) if held is not None else None
 
+    @property
+    def takes_shaped(self) -> bool:
+        """Whether `from_local` also takes contiguous elements in the local shape, which then need no view in another one."""
+        return type(self).from_local is Handle.from_local
+
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a state value in the live optimizer's form, from this rank's elements: the inverse of `local`.
 

@@ -37,7 +37,13 @@ def private_names_used(file: Path) -> Iterator[tuple[str, int]]:
 IN_SEVERAL_ADAPTERS = {
     "_init_from_local_shards_and_global_metadata",  # of ShardedTensor, which has no public name for it
     *("_fsdp_wrapped_module", "_param_infos", "_shared_param_infos"),  # of fairscale's FSDP, and of torch's
-    *("_buffers", "_parameters", "_non_persistent_buffers_set", "_local_tensor"),  # of nn.Module and of DTensor
+    *(
+        "_buffers",
+        "_parameters",
+        "_non_persistent_buffers_set",
+        "_local_tensor",
+        "_spec",
+    ),  # of nn.Module and of DTensor
 }
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # public, and named so that no field is called alike
 
@@ -50,6 +56,7 @@ PRIVATE_OF_TORCH = {
     # The last one is what Megatron-FSDP gives a mesh, by which its DTensors are cut in another order.
     "fsdp_optim.tensors.dtensors": {"_local_tensor", "_spec", "_shard_order"},
     "fsdp_optim.adapters.dtensor": {"_spec"},
+    "fsdp_optim.adapters.dtensor_handle": {"_local_tensor", "_spec"},
     "fsdp_optim.verbs.iterate": {"_version"},
     "fsdp_optim.model_views.guard": {
         "_schema",  # which arguments an operation writes into

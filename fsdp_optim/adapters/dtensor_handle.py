@@ -91,6 +91,10 @@ class DTensorHandle(Handle):
         local = local_of(value)
         return is_plain(local) and (local.shape == self.local_shape or not (local.numel() or self.local_numel))
 
+    @property
+    def takes_shaped(self) -> bool:
+        return type(self).from_local is DTensorHandle.from_local
+
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
         if is_dtensor(self.param) and local_of(self.param).shape == self.local_shape:
             return dtensor_like(flat, self.param)

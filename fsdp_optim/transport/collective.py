@@ -15,7 +15,8 @@ import torch.distributed as dist
 from msgspec import Struct
 
 from fsdp_optim.errors import RankError
-from fsdp_optim.tensors.memory import Budget, copy_all, empty, in_pages
+from fsdp_optim.tensors.allocation import empty, in_pages
+from fsdp_optim.tensors.memory import Budget, copy_all
 from fsdp_optim.transport.base import Item, RankGroup, Send
 from fsdp_optim.transport.failure import INTERRUPTS, RANK_ERRORS, Failure, is_interrupt
 from fsdp_optim.transport.messages import Message, Round, Streams, rounds_of

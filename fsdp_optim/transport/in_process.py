@@ -22,7 +22,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # documen
 
 from fsdp_optim.errors import RankError, WrapperError, class_name
 from fsdp_optim.plan import Plans
-from fsdp_optim.tensors import memory
+from fsdp_optim.tensors import allocation, memory
 from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.transport.base import Item, RankGroup, Send, World
 from fsdp_optim.transport.failure import Failure
@@ -228,7 +228,7 @@ class InProcessTransport:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate memory as `Transport.empty` says: any memory is suitable."""
-        return memory.empty(shape, dtype, device)
+        return allocation.empty(shape, dtype, device)
 
     def prepare(self, group: RankGroup, items: Iterable[Item], failure: Failure, budget: Budget) -> Send:
         """Prepare as `Transport.prepare` says, without any buffers."""

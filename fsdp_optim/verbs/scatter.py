@@ -18,9 +18,9 @@ from fsdp_optim.options import CallArguments, Model, ScatterArguments
 from fsdp_optim.state.dicts.dialects import given_dict
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.live.fit_check import Fit
-from fsdp_optim.state.live.flats import Flats
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import Shard, summarize
+from fsdp_optim.state.live.state_memory import StateMemory
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.values.opaque import OpaqueShards
 from fsdp_optim.state.values.summary import Summary
@@ -219,7 +219,7 @@ def allocate_shard(load_plan: LoadPlan, values: Sequence[StateValue], rank: int)
 
     Raises StateError if they would leave a part of the memory uninitialised.
     """
-    memory = Flats(rank, load_plan.missing)
+    memory = StateMemory(rank, load_plan.missing)
     flats = {param.local_id: memory.of(param, summary) for param, summary in load_plan.receiving}
     coming = {(value.fqn, value.name) for value in values}
     for param, summary in load_plan.receiving:

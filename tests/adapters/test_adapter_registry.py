@@ -27,7 +27,7 @@ from fsdp_optim.plugins import Handle, Original
 from fsdp_optim.testing import run_on_ranks
 
 ADAPTERS = Path(fsdp_optim.__file__).parent / "adapters"
-WRAPPERS = {"fairscale", "fsdp1", "dtensor", "replicated", "checkpointable"}
+WRAPPERS = {"fairscale", "fsdp1", "dtensor", "dtensor_handle", "replicated", "checkpointable"}
 
 CODE = """
 from kit.installed import installed

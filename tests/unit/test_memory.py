@@ -17,8 +17,8 @@ import torch
 from kit.compare import check_same
 from parameterized import parameterized
 
-from fsdp_optim.tensors import memory
-from fsdp_optim.tensors.memory import Pages, Slabs
+from fsdp_optim.tensors import allocation, memory
+from fsdp_optim.tensors.allocation import Pages, Slabs
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)
@@ -107,7 +107,7 @@ class SlabsTest(unittest.TestCase):
         self.assertEqual(float(tensor.sum()), float(1 << 18))
 
     def test_without_huge_pages(self) -> None:
-        with unittest.mock.patch.object(memory, "_madvise", return_value=None):
+        with unittest.mock.patch.object(allocation, "_madvise", return_value=None):
             slabs = Slabs()
             tensor = slabs.empty((1 << 18,), torch.float32, CPU).fill_(1)
         self.assertIsNone(slabs._slab)

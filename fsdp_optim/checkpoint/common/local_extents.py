@@ -13,7 +13,8 @@ from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.packed import PackedExtents
 from fsdp_optim.move import Parts, Slice
 from fsdp_optim.plan import Copy
-from fsdp_optim.tensors.memory import Budget, empty, in_batches
+from fsdp_optim.tensors.allocation import empty
+from fsdp_optim.tensors.memory import Budget, in_batches
 
 _CPU = torch.device("cpu")
 _COPIED_BY_TORCH_FROM = 1 << 20  # bytes; torch copies long runs with several threads

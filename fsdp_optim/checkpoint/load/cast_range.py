@@ -24,11 +24,11 @@ def check_weights(weights: Weights) -> None:
             continue
         for fqn, placement in param.named.placements.items():
             stored, shard = weights.stored.get(fqn), placement.shard_of(rank)
-            if stored is None or shard is None or stored.dtype not in weights.flats.get(param.local_id, {}):
+            if stored is None or shard is None or stored.dtype not in weights.memory.get(param.local_id, {}):
                 continue
             saved = dtype_named(stored.dtype)
             if is_narrower(handle.weights_dtype, saved):
-                flat = weights.flats[param.local_id][stored.dtype]
+                flat = weights.memory[param.local_id][stored.dtype]
                 blocks = [elements_of(flat, block) for block in placement.blocks(shard)]
                 check_range(f"{fqn} on rank {rank}", blocks, saved, handle.weights_dtype)
 

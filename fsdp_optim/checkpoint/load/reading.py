@@ -20,7 +20,7 @@ from fsdp_optim.formats.base.protocols import StoredTensor, TensorReader
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.move import End, Slice, StateValue
 from fsdp_optim.plan import Copy, Plans, clip_to_target, copies_into, replica_of
-from fsdp_optim.tensors.memory import Budget, dtype_named
+from fsdp_optim.tensors.memory import Budget, dtype_named, flatten
 
 _CPU = torch.device("cpu")
 _REQUESTS_TOGETHER = 4  # one rank reads the small tensors in as many bytes of a file as this number of requests
@@ -31,10 +31,10 @@ _CONSTANTS_NBYTES = 1 << 20
 
 
 class StoredValue(StateValue, frozen=True, eq=False, gc=False, kw_only=True):
-    """A value of a checkpoint. `flat`: this rank's memory for its elements, a 1-D tensor; None if this rank needs none."""
+    """A value of a checkpoint. `memory`: this rank's memory for its elements, contiguous; None if this rank needs none."""
 
     stored: StoredTensor
-    flat: torch.Tensor | None = None
+    memory: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -43,12 +43,12 @@ class StoredValue(StateValue, frozen=True, eq=False, gc=False, kw_only=True):
         name: str,
         stored: StoredTensor,
         placement: Placement,
-        flat: torch.Tensor | None,
+        memory: torch.Tensor | None,
         *,
         is_state: bool,
     ) -> StoredValue:
         dtype = dtype_named(stored.dtype)
-        return cls(fqn, name, dtype, placement, is_state, stored=stored, flat=flat)
+        return cls(fqn, name, dtype, placement, is_state, stored=stored, memory=memory)
 
 
 class Sizes:
@@ -69,13 +69,14 @@ class Sizes:
 
 
 class FlatsEnd(End):
-    """The target of a load: the memory `flat` of each stored value."""
+    """The target of a load: the memory of each stored value."""
 
     def memory(self, value: StateValue) -> torch.Tensor | None:
-        return stored_value(value).flat
+        memory = stored_value(value).memory
+        return flatten(memory) if memory is not None else None
 
     def memories(self, values: Sequence[StateValue]) -> Sequence[torch.Tensor | None]:
-        return [value.flat if isinstance(value, StoredValue) else stored_value(value).flat for value in values]
+        return [value.memory if isinstance(value, StoredValue) else stored_value(value).memory for value in values]
 
 
 def stored_value(value: StateValue) -> StoredValue:
@@ -174,7 +175,7 @@ class CheckpointEnd(End):
         stored = stored_value(part.value).stored
         if part.flat is None:
             raise CheckpointError(f"{stored.key}: rank {self.rank} has no memory for its elements")
-        memory, itemsize = LocalMemory(part.flat), part.value.dtype.itemsize
+        memory, itemsize = LocalMemory(flatten(part.flat)), part.value.dtype.itemsize
         planned = self.plan_of(stored, part.cut)
         for storage_rank, stored_offset, offset, numel in elements_of(planned, part.start, part.flat.numel()):
             file, start = stored.place_on(storage_rank)

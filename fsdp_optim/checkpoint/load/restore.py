@@ -18,6 +18,7 @@ from fsdp_optim.checkpoint.common.stores import Place, common_store, name_of, st
 from fsdp_optim.checkpoint.load.cast_range import check_trees, check_weights
 from fsdp_optim.checkpoint.load.chosen_models import chosen_models, seen_by
 from fsdp_optim.checkpoint.load.compare import check_bitwise, check_trees_alone
+from fsdp_optim.checkpoint.load.halves import check_halves
 from fsdp_optim.checkpoint.load.installing import install_all, install_objects_alone
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.opening import open_on_all
@@ -27,7 +28,7 @@ from fsdp_optim.checkpoint.load.receipt import receipt_of, warn_of_new_ranks
 from fsdp_optim.checkpoint.load.resharded_state import RanksHere
 from fsdp_optim.checkpoint.load.saved_state import SavedState, read_state
 from fsdp_optim.checkpoint.load.shared_memory import check_shared
-from fsdp_optim.checkpoint.load.targets import State, Weights, check_halves
+from fsdp_optim.checkpoint.load.targets import State, Weights
 from fsdp_optim.checkpoint.load.tree_targets import TreeTargets
 from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.formats.base.protocols import OpenedAs, Reader

@@ -15,6 +15,7 @@ from fsdp_optim.checkpoint.common.trees import key_of
 from fsdp_optim.checkpoint.load.targets import Weights
 from fsdp_optim.checkpoint.load.tree_targets import TreeTargets
 from fsdp_optim.errors import StateError
+from fsdp_optim.tensors.memory import flatten
 from fsdp_optim.view import NamedHandle
 
 
@@ -47,9 +48,9 @@ def check_shared(weights: Weights | None, trees: TreeTargets | None, keys: Colle
     if len(set(storages)) == len(storages):
         return
     of_storage: dict[int, list[_Target]] = {}
-    for storage, (named, live, flat) in zip(storages, targets, strict=True):
+    for storage, (named, live, loaded) in zip(storages, targets, strict=True):
         if storage and live.numel():  # freed memory has none
-            of_storage.setdefault(storage, []).append(_Target(named.fqns[0], live, flat))
+            of_storage.setdefault(storage, []).append(_Target(named.fqns[0], live, flatten(loaded)))
     for in_one in of_storage.values():
         _check_in_one(sorted(in_one, key=lambda target: target.first), rank)
 
@@ -75,9 +76,9 @@ def _check_in_one(targets: Sequence[_Target], rank: int) -> None:
 
 def _of_weights(weights: Weights | None) -> Iterator[tuple[NamedHandle, torch.Tensor, torch.Tensor]]:
     """Yield the Handle of each parameter, its live elements on this rank, and those to write."""
-    flats = weights.flats if weights is not None else {}
+    memory = weights.memory if weights is not None else {}
     for param in weights.local.optim.params if weights is not None else ():
-        of_param = flats.get(param.local_id)
+        of_param = memory.get(param.local_id)
         if of_param is not None and len(of_param) == 1:
             named = param.named
             handle = named.handle

@@ -29,7 +29,6 @@ from fsdp_optim.checkpoint.load.unfilled import check_memory, warn_of_unfilled
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import (
-    COMMON,
     Reader,
     StoredTensor,
     TensorReader,
@@ -38,14 +37,14 @@ from fsdp_optim.options import WhichWeights
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.live.fit_check import Fit
-from fsdp_optim.state.live.flats import Flats
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import Shard, summarize
+from fsdp_optim.state.live.state_memory import StateMemory
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.state.values.summary import Summary
 from fsdp_optim.tensors.elements import shares_elements
-from fsdp_optim.tensors.memory import copy_each, dtype_name, dtype_named, in_shape
+from fsdp_optim.tensors.memory import copy_each, dtype_name, dtype_named, flatten, in_shape
 from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import Local, agree_on_state, names_of_global_state
@@ -58,13 +57,13 @@ _FEW = 3  # names of each side, in an error that concerns all names
 class Weights(Struct, frozen=True):
     """The weights to load, with memory for their elements, and the values of modules.
 
-    `flats`: by local id and saved dtype, a 1-D tensor with the layout of the local parameter.
+    `memory`: by local id and saved dtype, a contiguous tensor for this rank's elements, 1-D or in the local shape.
     """
 
     local: Local
     global_state: GlobalState
     stored: Mapping[str, StoredTensor]
-    flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
+    memory: Mapping[LocalId, Mapping[str, torch.Tensor]]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     module_values: StoredModuleValues
@@ -129,44 +128,46 @@ class Weights(Struct, frozen=True):
         _check_model(index, local, global_state, stored, one_sided, cast=asked.cast, which=asked.weights)
         _check_some(index, stored, [fqn for fqn in global_state.params if fqn not in left_out], why)
         unexpected += frozen.values()
-        flats: dict[LocalId, dict[str, torch.Tensor]] = {}
-        memory = Flats(group.rank, frozenset(missing))  # not shared with the state, whose memory the optimizer keeps
+        memory: dict[LocalId, dict[str, torch.Tensor]] = {}
+        made = StateMemory(
+            group.rank, frozenset(missing), shaped=True
+        )  # not that of the state, which the optimizer keeps
         of_dtype = {
             dtype: Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,))
             for dtype in dict.fromkeys(tensor.dtype for tensor in stored.values())
         }
         for param in local.optim.params:
             dtypes = {stored[fqn].dtype: None for fqn in param.named.fqns if fqn in stored}
-            flats[param.local_id] = {dtype: memory.of(param, of_dtype[dtype])[WEIGHT] for dtype in dtypes}
+            memory[param.local_id] = {dtype: made.of(param, of_dtype[dtype])[WEIGHT] for dtype in dtypes}
         warn_of_unfilled(unsaved, local.view.handles, group.rank)
         extra = tuple(unexpected)
-        return cls(local, global_state, stored, flats, missing=lacking, unexpected=extra, module_values=values)
+        return cls(local, global_state, stored, memory, missing=lacking, unexpected=extra, module_values=values)
 
     def stored_values(self) -> Iterator[StoredValue]:
-        by_fqn, flats = self.local.by_fqn, self.flats
+        by_fqn, memory = self.local.by_fqn, self.memory
         dtypes = {name: dtype_named(name) for name in {stored.dtype for stored in self.stored.values()}}
         for fqn, param in self.global_state.params.items():
             stored = self.stored.get(fqn)
             if stored is not None:
                 local, dtype = by_fqn.get(fqn), dtypes[stored.dtype]
-                flat = flats[local.local_id][stored.dtype] if local is not None else None
-                yield StoredValue(fqn, WEIGHT, dtype, param.placement, False, stored=stored, flat=flat)
+                here = memory[local.local_id][stored.dtype] if local is not None else None
+                yield StoredValue(fqn, WEIGHT, dtype, param.placement, False, stored=stored, memory=here)
 
     def install(self) -> None:
         targets, sources = list[torch.Tensor](), list[torch.Tensor]()
         for param in self.local.optim.params:
-            flats = self.flats.get(param.local_id)
-            if not flats:
+            memory = self.memory.get(param.local_id)
+            if not memory:
                 continue
-            handle, (flat, *others) = param.named.handle, flats.values()
+            handle, (first, *others) = param.named.handle, memory.values()
             is_complete = all(map(self.stored.__contains__, param.named.fqns))
-            if others or not (is_complete or dtype_name(handle.weights_dtype) in flats):
-                handle.install(merged(param, flats, self.stored, self.local.view.rank))  # memory that is freed at once
+            if others or not (is_complete or dtype_name(handle.weights_dtype) in memory):
+                handle.install(merged(param, memory, self.stored, self.local.view.rank))  # memory that is freed at once
             elif (target := handle.filled()) is None:
-                handle.install(flat)
+                handle.install(flatten(first))
             else:
                 targets.append(target)
-                sources.append(in_shape(flat, target.shape))
+                sources.append(in_shape(first, target.shape))
         copy_each(targets, sources)
 
 
@@ -177,44 +178,6 @@ def _of_all_ranks(group: RankGroup, differing: Mapping[str, str]) -> dict[str, s
     for rank in group.ranks:
         differences.update(json.loads(result.content_of(rank)))
     return differences
-
-
-def check_halves(index: CheckpointIndex, optim: object, which: WhichWeights, *, has_state: bool) -> None:
-    """Raise StateError if a checkpoint cannot fill the model and the optimizers that a caller has given.
-
-    `which`: the weights that the caller wants. `has_state`: the caller wants values of the trainer.
-    """
-    if which == "none" and optim is None and not has_state:
-        raise StateError(
-            'weights="none" without an optimizer leaves nothing to load: give optim= or state= too, or other weights='
-        )
-    if which != "none" and index.facts.weights.which == "none":
-        raise StateError(
-            f'{index.where}: was saved with weights="none", so it has an optimizer and no weights: give weights="none" and '
-            "optim= to load the optimizer, and load the weights from where they are"
-        )
-    if which != "none" and index.has_optim_only:
-        raise StateError(
-            f"{index.where}: has an optimizer and no weights{_beside(index)}: give "
-            'weights="none" and optim= to load the optimizer, and load the weights from where they are'
-        )
-    if optim is None:
-        return
-    num = index.optim.num_joined if index.optim is not None else 1
-    given = len(optim) if isinstance(optim, (list, tuple)) else 1
-    if num > 1 and given != num:
-        raise StateError(
-            f"{index.where}: has {num} optimizers, and {given} {'was' if given == 1 else 'were'} given: give optim= a list "
-            "of the optimizers in the order of the checkpoint"
-        )
-
-
-def _beside(index: CheckpointIndex) -> str:
-    """Name the other values of a file of an optimizer, because the user may have mistaken one of them for the weights."""
-    others = index.extras[COMMON].decoded_each(allow_pickle=False) if COMMON in index.extras else None
-    if not others or not isinstance(others, Mapping):
-        return ""
-    return f" (its other values, {shortened(others, _FEW)}, are no dicts of tensors by name)"
 
 
 def _check_some(index: CheckpointIndex, stored: Mapping[str, StoredTensor], wanted: Sequence[str], why: str) -> None:
@@ -300,7 +263,7 @@ def _check_model(
 
 
 class State(Struct, frozen=True):
-    """The optimizer state to load, with memory for its elements: `flats`, 1-D tensors by local id and name."""
+    """The optimizer state to load, with `memory` for its elements, as for `Weights`, by local id and name."""
 
     local: Local
     global_state: GlobalState
@@ -308,7 +271,7 @@ class State(Struct, frozen=True):
     tensors: Mapping[tuple[str, str], StoredTensor]
     fit: Fit
     load_plan: LoadPlan
-    flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
+    memory: Mapping[LocalId, Mapping[str, torch.Tensor]]
     weights: Mapping[str, StoredTensor]  # state values may follow their dtypes; empty without `cast`
     kept: KeptFusions
 
@@ -347,8 +310,8 @@ class State(Struct, frozen=True):
         summaries = summarize(full, live.shapes)
         check_filled(full, summaries)
         load_plan = plan_load(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
-        memory = Flats(group.rank, load_plan.missing)
-        flats = {param.local_id: memory.of(param, summary) for param, summary in load_plan.receiving}
+        made = StateMemory(group.rank, load_plan.missing, shaped=True)
+        memory = {param.local_id: made.of(param, summary) for param, summary in load_plan.receiving}
         stored = weights.stored if options.cast else {}
         return cls(
             local=local,
@@ -357,22 +320,22 @@ class State(Struct, frozen=True):
             tensors=stored_state.tensors,
             fit=fit,
             load_plan=load_plan,
-            flats=flats,
+            memory=memory,
             weights=stored,
             kept=kept,
         )
 
     def stored_values(self) -> Iterator[StoredValue]:
-        by_fqn, tensors, flats = self.local.by_fqn, self.tensors, self.flats
+        by_fqn, tensors, memory = self.local.by_fqn, self.tensors, self.memory
         dtypes = {name: dtype_named(name) for name in {stored.dtype for stored in tensors.values()}}
         for fqn, param in self.global_state.params.items():
             local = by_fqn.get(fqn)
-            memory, placement = flats.get(local.local_id, {}) if local is not None else {}, param.placement
+            of_param, placement = memory.get(local.local_id, {}) if local is not None else {}, param.placement
             for name, value in self.full.state.get(fqn, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
                     stored = tensors[fqn, name]
-                    dtype, flat = dtypes[stored.dtype], memory.get(name)
-                    yield StoredValue(fqn, name, dtype, placement, is_state=True, stored=stored, flat=flat)
+                    dtype, here = dtypes[stored.dtype], of_param.get(name)
+                    yield StoredValue(fqn, name, dtype, placement, is_state=True, stored=stored, memory=here)
 
     @property
     def small_tensors(self) -> list[torch.Tensor]:
@@ -397,5 +360,5 @@ class State(Struct, frozen=True):
         return frozenset(cast)
 
     def dict_of(self) -> Shard | list[Shard]:
-        flats = cast_state(self.local.optim, self.flats, self.weights) if self.weights else self.flats
-        return self.load_plan.dict_of(flats, self.full.groups, self.full.other_keys)
+        memory = cast_state(self.local.optim, self.memory, self.weights) if self.weights else self.memory
+        return self.load_plan.dict_of(memory, self.full.groups, self.full.other_keys)

@@ -15,7 +15,7 @@ from fsdp_optim.errors import StateError, shortened
 from fsdp_optim.formats.base.protocols import Reader, StoredTensor
 from fsdp_optim.move import Slice
 from fsdp_optim.state.dicts.packed import LocalId
-from fsdp_optim.state.live.flats import Flats
+from fsdp_optim.state.live.state_memory import StateMemory
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.state.values.summary import Summary
@@ -80,7 +80,7 @@ class TreeTargets(Struct, frozen=True):
         trees: Mapping[str, StoredTensor],
         of_objects: Collection[str],
     ) -> TreeTargets:
-        memory, flats, rank = Flats(local.view.rank), {}, local.view.rank
+        memory, flats, rank = StateMemory(local.view.rank), {}, local.view.rank
         differing = []
         for param in local.optim.params:
             (fqn,) = param.named.fqns

@@ -14,7 +14,7 @@ import torch
 from fsdp_optim.checkpoint.common.local_extents import bytes_of, ranges_of
 from fsdp_optim.formats.base.packed import PackedExtents
 from fsdp_optim.plan import Copy
-from fsdp_optim.tensors.memory import empty
+from fsdp_optim.tensors.allocation import empty
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -26,7 +26,7 @@ from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Placement, Shape, Whole
 from fsdp_optim.layout.views import Part, Tile, run_in_live, tiles_of_live, tiles_of_part
 from fsdp_optim.plan import Copy, clip_to_target, copies_into
-from fsdp_optim.tensors.memory import in_pages
+from fsdp_optim.tensors.allocation import in_pages
 
 SCRATCH_NBYTES = 4 << 20
 """The most bytes that a read holds for what lies between short rows."""

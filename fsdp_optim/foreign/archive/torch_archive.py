@@ -29,7 +29,8 @@ from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.unread import Unread
 from fsdp_optim.storage.base import Opened
-from fsdp_optim.tensors.memory import dtype_named, in_pages
+from fsdp_optim.tensors.allocation import in_pages
+from fsdp_optim.tensors.memory import dtype_named
 
 __all__ = ["TorchArchive", "Unread", "is_torch_archive", "read_archive"]
 

@@ -17,7 +17,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.reader import Source
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.storage.base import Opened
-from fsdp_optim.tensors.memory import in_pages
+from fsdp_optim.tensors.allocation import in_pages
 
 ZIP = b"PK\3\4"
 """The first bytes of an archive."""

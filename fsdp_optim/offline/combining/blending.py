@@ -18,7 +18,8 @@ import torch
 
 from fsdp_optim.move import Key
 from fsdp_optim.offline.conversion.unit_sources import MARGIN, CheckpointSource, Fill, UnitPart, UnitSource
-from fsdp_optim.tensors.memory import dtype_named, empty
+from fsdp_optim.tensors.allocation import empty
+from fsdp_optim.tensors.memory import dtype_named
 
 _WINDOW = 1 << 14  # elements; torch takes one thread for so few
 _CPU = torch.device("cpu")

@@ -15,7 +15,8 @@ from fsdp_optim.move import Key
 from fsdp_optim.offline.combining.lora import BlockMemory, LoraProduct, compute_dtype_of
 from fsdp_optim.offline.conversion.unit_sources import CheckpointSource, Fill, UnitPart, UnitSource
 from fsdp_optim.offline.conversion.workers import unit_nbytes_in
-from fsdp_optim.tensors.memory import Budget, dtype_named, empty
+from fsdp_optim.tensors.allocation import empty
+from fsdp_optim.tensors.memory import Budget, dtype_named
 
 _WINDOW = 1 << 16  # elements that are added at a time: a sum of two dtypes has copies of both
 _CPU = torch.device("cpu")

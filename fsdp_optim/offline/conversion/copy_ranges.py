@@ -24,7 +24,7 @@ from fsdp_optim.formats.base.checksums import Rows
 from fsdp_optim.formats.base.extents import DataSection, Extent, write_extents
 from fsdp_optim.offline.conversion.unit_sources import MARGIN, Fill, UnitPart
 from fsdp_optim.storage.base import StoreWriter
-from fsdp_optim.tensors.memory import empty
+from fsdp_optim.tensors.allocation import empty
 
 _GRID_NBYTES = 1 << 20  # bytes; units of files whose format has no checksums end at multiples of it
 _CPU = torch.device("cpu")

@@ -21,7 +21,8 @@ from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.layout import Block, Box, Boxes, Placement, Shape, Whole
 from fsdp_optim.offline.values.named_values import NamedValue
 from fsdp_optim.plan import Plans
-from fsdp_optim.tensors.memory import Budget, flatten, in_pages
+from fsdp_optim.tensors.allocation import in_pages
+from fsdp_optim.tensors.memory import Budget, flatten
 
 CHUNK_NUMEL = 1 << 16
 """Elements of one chunk."""

@@ -20,7 +20,8 @@ from fsdp_optim.state.live.saved_groups import hypers_of_each
 from fsdp_optim.state.values.kinds import Kind
 from fsdp_optim.state.values.opaque import OpaqueShards, depends_on_cut, holds_all
 from fsdp_optim.state.values.summary import OpaqueType, Scalar, Scalars, Summary
-from fsdp_optim.tensors.memory import copy_in_memory, detached_copy, empty, flatten, is_plain, laid_out_like
+from fsdp_optim.tensors.allocation import empty
+from fsdp_optim.tensors.memory import copy_in_memory, detached_copy, flatten, is_plain, laid_out_like
 
 Summaries = Mapping[str, Summary]
 """FQN -> summary of the state; without entries for parameters without state."""

@@ -9,20 +9,21 @@ import torch
 from fsdp_optim.layout import Shape
 from fsdp_optim.state.live.local import LocalParam
 from fsdp_optim.state.values.summary import Summary
-from fsdp_optim.tensors.memory import Slabs
+from fsdp_optim.tensors.allocation import Slabs
 from fsdp_optim.view import Handle
 
 
-class Flats:
-    """Memory for the local values of live parameters: 1-D tensors on their devices, with zeros in the padding.
+class StateMemory:
+    """Memory for the local values of live parameters: contiguous tensors on their devices, with zeros in the padding.
 
     Tensors that are made together live equally long (`Slabs`). Parameters that are cut alike have the same padding, found once.
-
-    `missing`: FQNs of parameters that keep their live values; tensors of a live parameter with such originals begin as copies.
     """
 
-    def __init__(self, rank: int, missing: frozenset[str] = frozenset()) -> None:
-        self._rank, self._missing, self._slabs = rank, missing, Slabs()
+    def __init__(self, rank: int, missing: frozenset[str] = frozenset(), *, shaped: bool = False) -> None:
+        """`missing`: FQNs of parameters that keep their live values; tensors of a live parameter with such originals begin as
+        copies. `shaped`: small tensors may have the local shape, where the Handle takes that. All others are 1-D.
+        """
+        self._rank, self._missing, self._slabs, self._shaped = rank, missing, Slabs(), shaped
         self._kinds: dict[tuple[object, ...], _Kind] = {}
 
     def of(self, param: LocalParam, summary: Summary | None) -> dict[str, torch.Tensor]:
@@ -56,31 +57,33 @@ class Flats:
         else:
             key = summary.sharded, *[id(original.placement) for original in originals]
         kind = self._kinds.get(key)
-        if kind is None or kind.local_shape != handle.local_shape or kind.device != handle.device:
+        if kind is None or kind.seen != (type(handle), handle.local_shape, handle.device):
             kind = self._kinds[key] = self._new_kind(handle, summary)
         return kind
 
     def _new_kind(self, handle: Handle, summary: Summary) -> _Kind:
-        shape, device, padding = (handle.local_numel,), handle.device, _padding(handle, self._rank)
+        is_shaped = self._shaped and handle.takes_shaped
+        shape = handle.local_shape if is_shaped else (handle.local_numel,)
+        device, padding = handle.device, _padding(handle, self._rank)
         examples: list[tuple[str, torch.Tensor]] | None = None
         if device.type == "cpu" and not padding:  # where no value is on another device than the parameter
             listed = [(name, self._slabs.example(shape, dtype, device)) for name, dtype in summary.dtypes.items()]
             small = [(name, example) for name, example in listed if example is not None]
             examples = small if len(small) == len(listed) else None
-        return _Kind(handle.local_shape, device, padding, examples, handle)
+        return _Kind((type(handle), handle.local_shape, device), padding, examples, handle)
 
 
 class _Kind(NamedTuple):
     """What the local tensors of parameters that are cut alike have in common.
 
     Attributes:
-        local_shape, device, padding: those of their Handles; the padding as ranges that belong to no original parameter.
+        seen: the class, the local shape and the device of their Handles.
+        padding: the ranges of the local tensor that belong to no original parameter.
         examples: a tensor like each value, which is small and has no padding; None: another kind of memory is needed.
         first: the Handle of the first of them, which keeps the ids of its placements unique.
     """
 
-    local_shape: Shape
-    device: torch.device
+    seen: tuple[type[Handle], Shape, torch.device]
     padding: list[tuple[int, int]]
     examples: list[tuple[str, torch.Tensor]] | None
     first: Handle
