@@ -90,10 +90,10 @@ class Handle:
 
         It has the local shape. None: `install` does more.
         """
-        if type(self).install is not Handle.install or not is_plain(self.param) or not is_written_as_now(self.param):
+        if type(self).install is not Handle.install or not is_written_as_now(self.param):
             return None
         weights = self.weights()
-        return weights if is_plain(weights) else None
+        return weights if is_plain(weights) else None  # not every class has torch's bulk operations
 
     def held(self, value: torch.Tensor) -> torch.Tensor | None:
         """Return this rank's part of a state value, sharing its memory; None for a value that is not cut like the parameter."""
