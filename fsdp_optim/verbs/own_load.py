@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -80,8 +80,12 @@ class OwnLoad:
 
 @contextmanager
 def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
-    """Undo what torch's load casts, before the user's post-hooks run. Where it matters to nobody, it casts no copy at all."""
+    """Undo what torch's load casts, before the user's post-hooks run. Where it matters to nobody, it casts no copy at all.
+
+    Nor does it see the values of a parameter that it would hand on as they are: to ask that of each takes long.
+    """
     given: dict[str, Any] = {}
+    handed_on: list[Any] = []  # the keys of these parameters
     changing_of: dict[Any, Iterable[Any]] = {}
     kept_of: dict[Any, Collection[Any]] = {}  # by id, the names of the values that stay on the CPU
     own_setstate = not _of_torch(getattr(type(optim), "__setstate__", None))
@@ -89,20 +93,24 @@ def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
     def before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         given.clear()
         given.update(state_dict)
+        handed_on.clear()
         changing_of.clear()
         kept_of.clear()
         params = _params_in_order(optim, state_dict)
         keeps_on_cpu = cache(lambda: _keeps_on_cpu(optim))
         state, live = dict(state_dict["state"]), optim.state
+        moves_steps = any(group.get("fused") or group.get("capturable") for group in state_dict["param_groups"])
         for key, values in state_dict["state"].items():
             if key not in params or not isinstance(values, dict):
                 continue  # not of a parameter
             param = params[key]
-            offloaded = (
-                _offloaded_names(live.get(param) or {}, values, keeps_on_cpu) if param.device.type != "cpu" else _NONE
-            )
+            device = param.device
+            offloaded = _offloaded_names(live.get(param) or {}, values, keeps_on_cpu) if device.type != "cpu" else _NONE
             changing = [*changing_names(param, values), *offloaded]
-            if changing:
+            if not changing and not own_setstate and _stays(values, device, moves_steps=moves_steps):
+                handed_on.append(key)
+                del state[key]
+            elif changing:
                 changing_of[key] = dict.fromkeys(changing)
                 kept_of[key] = offloaded
                 withheld = {name for name in changing if _is_withheld(name, values[name], own_setstate)}
@@ -129,6 +137,10 @@ def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
             in_order = {name: live[name] for name in chain(values, live) if name in live}
             live.clear()
             live.update(in_order)
+        for key in handed_on:
+            optim.state[params[key]] = dict(given["state"][key])
+        if handed_on and len(handed_on) < len(given["state"]):
+            _put_in_order(optim.state, [params.get(key, key) for key in given["state"]])
         given.clear()
 
     handles = [
@@ -187,6 +199,30 @@ def _is_withheld(name: object, value: object, own_setstate: bool) -> bool:
     if name == "step" or (isinstance(value, torch.Tensor) and not value.dim()):
         return False
     return not own_setstate or not isinstance(value, (torch.Tensor, dict, list, tuple, set))
+
+
+def _stays(values: Mapping[Any, Any], device: torch.device, *, moves_steps: bool) -> bool:
+    """Return whether torch's load leaves all values of a parameter as they are, none of which it casts.
+
+    `moves_steps`: it makes each `step` a float32 on the parameter's device, as fused and capturable optimizers need it.
+    torch's own __setstate__ makes tensors of numbers.
+    """
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            return False
+        if name != "step":
+            if value.device != device:
+                return False
+        elif moves_steps and (value.dtype != torch.float32 or value.device != device):
+            return False
+    return True
+
+
+def _put_in_order(state: MutableMapping[Any, Any], keys: Iterable[Any]) -> None:
+    """Put the entries of an optimizer's state in the order of `keys`, before all others."""
+    in_order = {key: state[key] for key in chain(keys, list(state)) if key in state}
+    state.clear()
+    state.update(in_order)
 
 
 def _put_right(live: Any, param: torch.Tensor, name: Any, value: Any) -> None:
