@@ -98,8 +98,8 @@ def plan_load(
     planned: dict[LocalId, Summary | None] = {}
     opaque: dict[LocalId, Mapping[str, Any]] = {}
     for param in local.optim.params:
-        if (missing and missing.issuperset(param.named.fqns)) or param.handle.skipped:
-            continue  # keeps its live state, or has no elements that the optimizer sees on this rank
+        if (missing and missing.issuperset(param.named.fqns)) or (param.handle.skipped and not param.state):
+            continue  # keeps its live state, or has no elements on this rank, for which most optimizers make no state
         summary = summary_for(param, summaries, missing, local.optim)
         planned[param.local_id] = summary
         opaque[param.local_id] = opaque_values(param, summary, saved, local.view.rank, is_own=is_own)

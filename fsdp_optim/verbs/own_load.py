@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -140,7 +140,10 @@ def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
         for key in handed_on:
             optim.state[params[key]] = dict(given["state"][key])
         if handed_on and len(handed_on) < len(given["state"]):
-            _put_in_order(optim.state, [params.get(key, key) for key in given["state"]])
+            for key in given["state"]:  # in this order
+                owner = params.get(key, key)
+                if owner in optim.state:
+                    optim.state[owner] = optim.state.pop(owner)
         given.clear()
 
     handles = [
@@ -216,13 +219,6 @@ def _stays(values: Mapping[Any, Any], device: torch.device, *, moves_steps: bool
         elif moves_steps and (value.dtype != torch.float32 or value.device != device):
             return False
     return True
-
-
-def _put_in_order(state: MutableMapping[Any, Any], keys: Iterable[Any]) -> None:
-    """Put the entries of an optimizer's state in the order of `keys`, before all others."""
-    in_order = {key: state[key] for key in chain(keys, list(state)) if key in state}
-    state.clear()
-    state.update(in_order)
 
 
 def _put_right(live: Any, param: torch.Tensor, name: Any, value: Any) -> None:

@@ -103,12 +103,17 @@ def load_from(path: Path, wrap: str, local: bool) -> None:
 
 class EmaTest(unittest.TestCase):
     @expand(
-        soon=[("FSDP2", True, "FSDP2", True), ("FSDP2", False, "RaggedShard", False)],
-        later=[
-            ("FSDP2", False, "FSDP2", True),
-            ("RaggedShard", True, "Megatron-FSDP", True),
-            ("Megatron-FSDP", False, "FSDP2", False),
+        soon=[
+            ("FSDP2", True, "FSDP2", True),
+            ("FSDP2", False, "RaggedShard", False),
+            (
+                "RaggedShard",
+                True,
+                "Megatron-FSDP",
+                True,
+            ),  # in which some ranks have no elements, and the average empty ones
         ],
+        later=[("FSDP2", False, "FSDP2", True), ("Megatron-FSDP", False, "FSDP2", False)],
     )
     def test_saved_on_two_ranks_and_loaded_on_three(
         self, wrap: str, local: bool, other: str, other_local: bool

@@ -212,7 +212,7 @@ def partly(wrapper: str, case: str) -> dict[str, list[tuple[str, str]]]:
             told = {"missing_keys": missing, "unexpected_keys": extra}
             if wrapper == "FSDP1 orig" and case == "frozen" and what != "scatter":  # as this rank alone can see
                 held = {name for index in target.index for name in target.numbers.names_of(index)}
-                told.state["missing_keys"] = tuple(name for name in missing if name in held)
+                told["missing_keys"] = tuple(name for name in missing if name in held)
             check_same(
                 f"{what}, told", shard.get("incompatible", {}), {k: list(names) for k, names in told.items() if names}
             )
