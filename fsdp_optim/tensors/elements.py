@@ -75,7 +75,8 @@ def why_without_elements(value: torch.Tensor) -> str:
             "is a nested tensor, whose parts differ in shape: give the tensors of its unbind(), or to_padded_tensor()"
         )
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        local = getattr(value, "_local_tensor", None)
+        with torch.no_grad():
+            local = value.to_local() if hasattr(value, "to_local") else None  # of a DTensor
         if type(local) is torch.Tensor and local.dtype is not value.dtype:
             return (
                 f"is a DTensor of {value.dtype} with a local tensor of {local.dtype}, as torch leaves one whose .data was "
