@@ -97,8 +97,11 @@ def dtensor_cut_like(local: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def is_usual_dtensor(value: object) -> bool:
-    """Return whether a value is a DTensor with an ordinary local tensor, which is no part of a sum."""
-    return is_dtensor(value) and is_usual(value._local_tensor) and not is_partial(value)
+    """Return whether a value is a DTensor with an ordinary local tensor of its own dtype, which is no part of a sum."""
+    if not is_dtensor(value):
+        return False
+    local = value._local_tensor
+    return is_usual(local) and local.dtype is value.dtype and not is_partial(value)
 
 
 def is_partial(value: DTensor) -> bool:

@@ -75,6 +75,14 @@ def why_without_elements(value: torch.Tensor) -> str:
             "is a nested tensor, whose parts differ in shape: give the tensors of its unbind(), or to_padded_tensor()"
         )
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        with torch.no_grad():
+            local = value.to_local() if hasattr(value, "to_local") else None  # of a DTensor
+        if type(local) is torch.Tensor and local.dtype is not value.dtype:
+            return (
+                f"is a DTensor of {value.dtype} with a local tensor of {local.dtype}, as torch leaves one whose .data was "
+                "assigned in another dtype: give it back its own (x.data = x.detach()), then convert it by module.to(dtype), or "
+                "put x.to(dtype) in its place"
+            )
         return ""  # the adapters know how to read other classes
     if value.layout not in _LAYOUTS:
         return f"is in the layout {value.layout}, which torch cannot copy as it is: give its to_dense()"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 import unittest
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from kit.compare import check_same, error_text
@@ -97,6 +99,29 @@ def calls_with_what_torch_cuts_in_two_ways() -> list[tuple[str, str]]:
     return [of_value, of_dict, of_buffer]
 
 
+def calls_with_two_dtypes(folder: str) -> list[tuple[str, str]]:
+    """An assignment to .data changes the dtype of a DTensor, and leaves its local tensor. Then what mends it."""
+    mesh, told = init_device_mesh("cpu", (2,)), []
+    for which in ("weight", "momentum_buffer", "table", "state.tree.t"):
+        model = nn.Module()
+        for name in ("weight", "other"):
+            setattr(model, name, nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])))
+        model.register_buffer("table", distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+        optim = torch.optim.SGD(model.parameters(), momentum=0.9)
+        for param in model.parameters():
+            optim.state[param] = {"momentum_buffer": torch.zeros_like(param)}
+        tree = {"t": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])}
+        moments = optim.state[model.weight]["momentum_buffer"]
+        values = {"weight": model.weight, "momentum_buffer": moments, "table": model.table, "state.tree.t": tree["t"]}
+        changed = values[which]
+        changed.data = changed.data.to(torch.bfloat16)
+        save = partial(fsdp_optim.save, f"{folder}/{which}", model, optim, state={"tree": tree})
+        told.append(error_text(save))
+        changed.data = changed.detach()
+        save()
+    return told
+
+
 def on_a_mesh(shape: tuple[int, ...], spec: Sequence[Placement]) -> tuple[nn.Module, torch.optim.Optimizer, DeviceMesh]:
     mesh = init_device_mesh("cpu", shape)
     model = nn.Module()
@@ -160,6 +185,14 @@ class FormsTest(unittest.TestCase):
             for (kind, text), name in zip(told, ("weight: a state value", "momentum_buffer", "table"), strict=True):
                 self.assertEqual(kind, "WrapperError", text)
                 self.assertRegex(text, rf"{name}.*local tensor on rank 0 has shape \[2, 3\].* give \[3, 3\]")
+
+    def test_a_dtensor_of_another_dtype_than_its_local_tensor_is_refused(self) -> None:
+        """Its elements, and those of all values that are alike, would be saved as bytes of the wrong dtype."""
+        with tempfile.TemporaryDirectory() as folder:
+            (told, other) = run_on_ranks(calls_with_two_dtypes, 2, folder)
+        self.assertEqual(told, other)
+        for (_, text), name in zip(told, ("weight", "weight: momentum_buffer", "table", "state.tree.t"), strict=True):
+            self.assertRegex(text, rf"{name}\b.* is a DTensor of torch.bfloat16 with a local tensor of torch.float32")
 
     def test_parameters_that_are_replaced_before_the_first_pass(self) -> None:
         run_on_ranks(check_replaced, 2)

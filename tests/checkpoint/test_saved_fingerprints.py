@@ -157,8 +157,12 @@ class TestAlone(unittest.TestCase):
         self.save()
         path = self.path / "fingerprint.json"
         path.write_bytes(path.read_bytes().replace(b"float32", b"float64"))
+        with torch.no_grad():
+            self.model[0].weight += 1
+        live = fsdp_optim.fingerprint(self.model, self.optim)
         with self.assertRaisesRegex(CheckpointError, "fingerprint.json: is not what was saved: its checksum differs"):
             self.load()
+        self.assertEqual(fsdp_optim.fingerprint(self.model, self.optim), live)  # nothing is loaded
         with self.assertRaisesRegex(CheckpointError, "fingerprint.json: is not what was saved"):
             fsdp_optim.verify(self.path, progress=False)
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, StateError
+from fsdp_optim.foreign.deepspeed.universal_state import UniversalParam, _alike
 from fsdp_optim.plugins import DeepSpeedUniversal
 from fsdp_optim.testing import run_on_ranks
 
@@ -397,6 +398,20 @@ class EngineTest(SharedFolder):
         self.add("z2-w3-aligned", expectation(*trained()), ({"stage": 1}, {}), ({"stage": 2}, BF16))
         (self.root / "cases.json").write_text(json.dumps(self.cases))
         run_engines(self.root / "cases.json", [2, 3])
+
+
+class GroupTest(unittest.TestCase):
+    def test_the_parameter_that_has_the_value(self) -> None:
+        """Not another one, which has made steps, or the same one."""
+        adam = {"exp_avg": "a", "exp_avg_sq": "b"}
+        params = [UniversalParam("w", (2,), adam, step=3), UniversalParam("b", (2,), {"momentum_buffer": "c"}, step=3)]
+        with self.assertRaisesRegex(
+            CheckpointError, "w has no 'momentum_buffer' in its state, and b of the same group"
+        ):
+            _alike("here", params, fill_missing=False)
+        without = [UniversalParam("w", (2,), adam), UniversalParam("b", (2,), adam, step=3)]
+        with self.assertRaisesRegex(CheckpointError, "w has no 'step' in its state, and b of the same group"):
+            _alike("here", without, fill_missing=False)
 
 
 if __name__ == "__main__":

@@ -49,3 +49,13 @@ def test_extra_state(form: str, tmp_path: Path) -> None:
     model = nn.Sequential(Scales())
     fsdp_optim.load(path, model)
     assert torch.equal(model[0].scales, torch.arange(NUMEL, dtype=torch.float32))
+
+
+def test_a_small_file_that_would_fill_the_memory(tmp_path: Path) -> None:
+    """Tensors that are views of one tensor in a file are tensors of their own in memory."""
+    model = nn.Sequential(Scales())
+    views = [torch.zeros(1 << 20).view(1 << 10, 1 << 10)]
+    views += [views[0].view(-1, 1 << 9) for _ in range(40)]
+    torch.save({**model.state_dict(), "0._extra_state": {"scales": views}}, tmp_path / "saved.pt")
+    with pytest.raises(fsdp_optim.CheckpointError, match=r"0\._extra_state has tensors of 171966464 bytes"):
+        fsdp_optim.load(tmp_path / "saved.pt", model)

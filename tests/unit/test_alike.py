@@ -122,6 +122,7 @@ OTHERS = (
     structs.replace(LIVE, fingerprint="1"),
     structs.replace(LIVE, loose=True),
     structs.replace(LIVE, what="elements"),
+    structs.replace(LIVE, fused=("ab",)),
 )
 
 

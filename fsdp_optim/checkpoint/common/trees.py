@@ -22,8 +22,8 @@ from fsdp_optim.formats.base.tree_values import BRANCHES, InFile, items_of, leav
 from fsdp_optim.options import OnReplicaMismatch
 from fsdp_optim.state.live.local import LocalOptim, LocalParam
 from fsdp_optim.state.merged.replicas import ELEMENTS
-from fsdp_optim.tensors.dtensors import is_dtensor
-from fsdp_optim.tensors.elements import MOST_DEEP
+from fsdp_optim.tensors.dtensors import is_dtensor, is_usual_dtensor
+from fsdp_optim.tensors.elements import MOST_DEEP, check_elements, is_usual
 from fsdp_optim.tensors.memory import dtype_name, is_plain
 from fsdp_optim.transport.agree import all_equal, exchange_reports
 from fsdp_optim.transport.base import RankGroup
@@ -118,6 +118,9 @@ def _same_key(key: str, first: Sequence[Any], second: Sequence[Any]) -> StateErr
 
 def local_of(tensors: Mapping[str, torch.Tensor], rank: int, ranks: tuple[int, ...]) -> Local:
     """Return the tensors of trees on this rank, by key, read as the weights of a model are. `ranks`: those of the call."""
+    for key, tensor in tensors.items():
+        if not is_usual(tensor) and not is_usual_dtensor(tensor):
+            check_elements(f"{fqn_of(key)}: this tensor on rank {rank}", tensor)
     reader = reader_of({fqn_of(key): tensor for key, tensor in tensors.items()}, rank)
     view = reader.read(ranks)
     handles = tuple(named.with_all_collected() for named in view.handles)

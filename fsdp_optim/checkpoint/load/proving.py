@@ -23,7 +23,7 @@ from fsdp_optim.checkpoint.load.tree_targets import TreeTargets
 from fsdp_optim.errors import CheckpointError, counted_noun, shortened
 from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.move import Slice
-from fsdp_optim.results.fingerprints import Difference, ValueFingerprint, summary_of
+from fsdp_optim.results.fingerprints import Difference, Fingerprint, ValueFingerprint, summary_of
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.values.kinds import is_scalar
 from fsdp_optim.tensors.memory import dtype_name, flat_slice
@@ -32,6 +32,14 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import Local
 
 log = logging.getLogger("fsdp_optim")
+
+
+def prints_in(checkpoint: Reader, options: LoadArguments) -> Fingerprint | None:
+    """Return the fingerprints that a load compares, which are read once; None where there are none, or it compares none.
+
+    Raises CheckpointError where their file is damaged.
+    """
+    return checkpoint.index.fingerprint if options.fingerprint else None
 
 
 def check_prints(
@@ -52,7 +60,7 @@ def check_prints(
     Values that the load has cast have none to compare. Returns the number of values that are equal; 0 where the checkpoint has
     no fingerprints, or the options leave them out. Raises CheckpointError on all ranks, with the names of values that differ.
     """
-    saved = checkpoint.index.fingerprint if options.fingerprint else None
+    saved = prints_in(checkpoint, options)
     if saved is None:
         return 0
     failure, expected = Failure(), prints_by_key(saved)

@@ -22,7 +22,7 @@ from fsdp_optim.checkpoint.load.halves import check_halves
 from fsdp_optim.checkpoint.load.installing import install_all, install_objects_alone
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.opening import open_on_all
-from fsdp_optim.checkpoint.load.proving import check_prints
+from fsdp_optim.checkpoint.load.proving import check_prints, prints_in
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd, Sizes
 from fsdp_optim.checkpoint.load.receipt import receipt_of, warn_of_new_ranks
 from fsdp_optim.checkpoint.load.resharded_state import RanksHere
@@ -117,6 +117,7 @@ def _restore(
             with failure:
                 if failure.error is None:
                     checkpoint.check_unchanged()
+                    prints_in(checkpoint, options)  # which may be damaged
                     _check_read(weights, trees, objects, options, group.rank)
                     shard = state.dict_of() if state is not None else None
                     objects.fill(checkpoint, trees.tensors(but=objects.in_place) if trees is not None else {})

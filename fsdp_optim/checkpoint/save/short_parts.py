@@ -12,6 +12,7 @@ import numpy
 import torch
 
 from fsdp_optim.checkpoint.common.local_extents import bytes_of, ranges_of
+from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.packed import PackedExtents
 from fsdp_optim.plan import Copy
 from fsdp_optim.tensors.allocation import empty
@@ -118,7 +119,13 @@ def _side_by_side(parts: Sequence[torch.Tensor], nbytes: Numbers) -> tuple[memor
             if rest is None:
                 target.copy_(torch.stack(tensors))
             elif device.type == "cpu":
-                torch.cat(tensors, out=target.view(-1, *rest))
+                made = target.view(-1, *rest)
+                num = len(made)
+                torch.cat(tensors, out=made)
+                if len(made) != num:  # torch gives `made` other memory then
+                    raise CheckpointError(
+                        f"values of {dtype} are of another size than the model says: {num}, {len(made)}"
+                    )
             else:
                 target.view(-1, *rest).copy_(torch.cat(tensors))
             at = stop

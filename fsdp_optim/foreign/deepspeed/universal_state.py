@@ -195,7 +195,8 @@ def _alike(where: str, params: Sequence[UniversalParam], *, fill_missing: bool) 
         if counted and param.step is None:
             lacking.append(STEP)
         if lacking and not fill_missing:
-            other = next(other for other in params if lacking[0] in other.values or (other.step is not None))
+            having = counted if lacking[0] == STEP else [other for other in params if lacking[0] in other.values]
+            other = having[0]
             raise CheckpointError(
                 f"{where}: {param.fqn} has no {lacking[0]!r} in its state, and {other.fqn} of the same group has: DeepSpeed "
                 "has the same values for all parameters of a group: give format=DeepSpeedUniversal(fill_missing=True), which "

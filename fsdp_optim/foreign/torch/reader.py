@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -50,6 +49,7 @@ _EXTRA_FILES = (
 _OF_ONE_RANK = ("random_states_", "rng_state")  # files that say nothing about the model
 _MOST_RANKS = 1 << 20
 _MOST_EXTRA_NBYTES = 64 << 20  # of the tensors in one value of the trainer
+_MOST_TIMES = 4  # bytes of the values of modules, in which tensors may share memory, for each byte of the files
 
 
 class TorchFile(ForeignFormat):
@@ -268,6 +268,7 @@ class _Content:
 
     def _add_model(self, archive: TorchArchive, model: Mapping[str, Any], key: str) -> None:
         versions = getattr(model, "_metadata", None)
+        left = max(_MOST_EXTRA_NBYTES, _MOST_TIMES * sum(map(self.opened.size_of, self.files)))
         for given, value in model.items():
             name = given if isinstance(given, str) else repr(given)
             if name in self.model or name in self.modules:
@@ -275,7 +276,8 @@ class _Content:
             if is_extra_state(name) or not isinstance(value, (StoredTensor, Unread)) or is_no_tensor(value):
                 path = name.rpartition(".")[0]
                 version = versions[path].get("version") if isinstance(versions, dict) and path in versions else None
-                kept = _value(archive, name, value, most_nbytes=sys.maxsize)  # a part of the model
+                kept = _value(archive, name, value, left)  # a part of the model, however large that is
+                left -= _nbytes_in(value) if not isinstance(kept, Withheld) else 0
                 self.modules[name] = kept if isinstance(kept, Withheld) else [version, kept]
             elif isinstance(value, StoredTensor):
                 self.model[name] = structs.replace(value, key=name, request_nbytes=self.opened.request_nbytes)
@@ -370,7 +372,7 @@ def _value(archive: TorchArchive, name: str, value: Any, most_nbytes: int = _MOS
 
 
 def _real(archive: TorchArchive, name: str, value: Any, most_nbytes: int = _MOST_EXTRA_NBYTES) -> Any:
-    nbytes = sum(prod(stored.shape) * stored.itemsize for stored in stored_in(value))
+    nbytes = _nbytes_in(value)
     if nbytes > most_nbytes:
         return Withheld(
             f"{archive.where}: {name} has tensors of {nbytes} bytes, and at most {most_nbytes} are read for each value "
@@ -378,6 +380,10 @@ def _real(archive: TorchArchive, name: str, value: Any, most_nbytes: int = _MOST
             is_unsafe=False,
         )
     return archive.materialised(value)
+
+
+def _nbytes_in(value: Any) -> int:
+    return sum(prod(stored.shape) * stored.itemsize for stored in stored_in(value))
 
 
 def _what(value: Any) -> str:

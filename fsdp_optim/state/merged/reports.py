@@ -97,8 +97,8 @@ class RankReport:
                 kind = *[parts.setdefault(text, len(parts)) for text in texts], *others
                 number = numbers[alike] = kinds.setdefault(kind, len(kinds))
             lines.append(number)
-        fqns = [param.fqns for param in self.params]
-        return f"{replace(self, params=())!r} {fqns!r} {lines!r} {list(kinds)!r} {list(parts)!r}"
+        names = [(param.fqns, param.fused) for param in self.params]
+        return f"{replace(self, params=())!r} {names!r} {lines!r} {list(kinds)!r} {list(parts)!r}"
 
 
 ReportsByRanks = Sequence[tuple[RankReport, tuple[int, ...]]]
