@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,7 @@ from fsdp_optim.tensors.dtensors import (
     grid_of,
     is_dtensor,
     local_of,
+    order_of_its_own,
     placement_of,
 )
 from fsdp_optim.tensors.memory import flatten, in_shape, is_plain, map_container
@@ -85,11 +86,16 @@ class DTensorHandle(Handle):
         spec = value._spec  # one look, where its properties would be three
         if id(spec) not in self.fitting:
             is_alike = spec.placements == self.spec and spec.shape == self.shape
-            if not is_alike or (spec.mesh is not self.mesh and spec.mesh != self.mesh):
+            if not is_alike or (spec.mesh is not self.mesh and spec.mesh != self.mesh) or not self._is_in_order(spec):
                 return False
             self.fitting[id(spec)] = spec  # the reference keeps the id unique
         local = local_of(value)
         return is_plain(local) and (local.shape == self.local_shape or not (local.numel() or self.local_numel))
+
+    def _is_in_order(self, spec: Any) -> bool:
+        """Return whether a dimension that several mesh dimensions cut is cut in the order in which the parameter is."""
+        order = order_of_its_own(spec) if len(self.spec) > 1 else None
+        return order is None or (is_dtensor(self.param) and order == order_of_its_own(self.param._spec))
 
     @property
     def takes_shaped(self) -> bool:
@@ -110,7 +116,7 @@ class DTensorHandle(Handle):
         if type(value) is torch.Tensor or not is_dtensor(value):
             return super().sort_of(value)
         local = value._local_tensor
-        return id(value._spec), local.dtype, type(local), local.shape
+        return id(value._spec), value.dtype, local.dtype, type(local), local.shape
 
     def placement_of(self, value: torch.Tensor) -> Where | None:
         if not is_dtensor(value) or not is_plain(local_of(value)):

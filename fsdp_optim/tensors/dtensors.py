@@ -166,24 +166,33 @@ def check_order(fqn: str, spec: Any) -> None:
 
     Such an order is on the spec (`shard_order`) or on the mesh (`_shard_order`, of Megatron-FSDP): local shapes do not show it.
     """
+    other = order_of_its_own(spec)
+    if other is not None:
+        dim, order = other
+        raise WrapperError(
+            f"{fqn}: dimension {dim} of this DTensor is cut over the dimensions {order} of its mesh, in this order, and "
+            f"not in torch's order {sorted(order)}: redistribute the DTensor to placements that cut each dimension "
+            "once, or give the local tensor the method __create_chunk_list__, which says where its elements are"
+        )
+
+
+def order_of_its_own(spec: Any) -> tuple[int, list[int]] | None:
+    """Return a dimension of a DTensor that is cut over several mesh dimensions in another order than torch's, and the order."""
     by_dim: dict[int, list[int]] = {}
     for mesh_dim, placement in enumerate(spec.placements):
         dim = getattr(placement, "dim", None)
         if dim is not None:
             by_dim.setdefault(dim, []).append(mesh_dim)
     if len(by_dim) == sum(map(len, by_dim.values())):
-        return  # nearly always
+        return None  # nearly always
     sizes, of_mesh = spec.mesh.shape, getattr(spec.mesh, "_shard_order", None)
     of_spec = {entry.tensor_dim: entry.mesh_dims for entry in getattr(spec, "shard_order", None) or ()}
     for dim, mesh_dims in by_dim.items():
         for given in (of_spec.get(dim), of_mesh):
             order = [mesh_dim for mesh_dim in given or mesh_dims if mesh_dim in mesh_dims and sizes[mesh_dim] > 1]
             if order != sorted(order):
-                raise WrapperError(
-                    f"{fqn}: dimension {dim} of this DTensor is cut over the dimensions {order} of its mesh, in this order, and "
-                    f"not in torch's order {sorted(order)}: redistribute the DTensor to placements that cut each dimension "
-                    "once, or give the local tensor the method __create_chunk_list__, which says where its elements are"
-                )
+                return dim, order
+    return None
 
 
 def dtensor_like(flat: torch.Tensor, live: DTensor) -> torch.Tensor:

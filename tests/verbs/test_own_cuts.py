@@ -14,13 +14,15 @@ from kit.wraps import in_ddp, in_fsdp2, in_hsdp
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import _dtensor_spec as specs
 
 import fsdp_optim
 from fsdp_optim.tensors.memory import detached_copy
 from fsdp_optim.testing import run_on_ranks
 
 WORLD = 4
+ShardOrderEntry: Any = getattr(specs, "ShardOrderEntry", None)
 
 
 class Two(nn.Module):
@@ -389,6 +391,50 @@ def copies_of_one_rank(folder: str) -> None:
         check_training_goes_on()
 
 
+def rows_in_another_order() -> None:
+    """Equal placements, mesh and local shapes; only the spec says that the second dimension of the mesh cuts first."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    outer, inner = mesh.get_coordinate() or (0, 0)
+    whole = torch.arange(24.0).reshape(8, 3)
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0), Shard(0)]))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for swapped in (False, True):
+        rows = whole.view(2, 2, 2, 3)[(inner, outer) if swapped else (outer, inner)].clone()
+        value: Any = DTensor.from_local(rows, mesh, [Shard(0), Shard(0)], run_check=False)
+        if swapped:
+            value._spec.shard_order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+        optim.state[model.weight] = {"momentum_buffer": value}
+        if swapped:
+            _, text = error_text(lambda: gathered(model, optim))
+            assert "a state value of shape [8, 3]: dimension 0 of this DTensor" in text, text
+        else:
+            check_same("in torch's order", gathered(model, optim)["state"]["weight"]["momentum_buffer"], whole)
+
+
+def loaded_into_own_cuts(folder: str) -> None:
+    """Moments of a plain model go into moments that are sharded, of parameters that each rank has all of (ZeRO-1)."""
+    mesh = mesh_of(WORLD)
+    plain = nn.Linear(6, 5)
+    plain_optim = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for param in plain.parameters():
+        plain_optim.state[param] = {"momentum_buffer": like(param, add=1.0)}
+    if dist.get_rank() == 0:
+        torch.save({"model": plain.state_dict(), "optimizer": plain_optim.state_dict()}, f"{folder}.pt")
+    dist.barrier()
+    model = nn.Linear(6, 5)
+    for name, param in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate()])))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for param in model.parameters():
+        optim.state[param] = {"momentum_buffer": cut(torch.zeros(param.shape), mesh, Shard(0))}
+    fsdp_optim.load(f"{folder}.pt", model, optim)
+    for param in model.parameters():
+        value: Any = optim.state[param]["momentum_buffer"]
+        assert value.placements == (Shard(0),), value.placements
+        check_same("the moment", value.full_tensor(), like(param, add=1.0))
+
+
 def extras(folder: str) -> None:
     """Values of the trainer: a cut DTensor is saved complete; a partial one, and a cut one of each rank, are refused by name."""
     model, mesh = in_ddp(Two()), mesh_of(WORLD)
@@ -447,6 +493,15 @@ class OwnCutsTest(unittest.TestCase):
     def test_outside_of_state(self, place: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             run_on_ranks(outside_of_state, WORLD, place, f"{folder}/c")
+
+    def test_rows_in_another_order(self) -> None:
+        if ShardOrderEntry is None:
+            self.skipTest(f"torch {torch.__version__} has no order of shards in a spec")
+        run_on_ranks(rows_in_another_order, WORLD)
+
+    def test_loaded_into_own_cuts(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            run_on_ranks(loaded_into_own_cuts, WORLD, f"{folder}/c")
 
     def test_a_call_without_all_ranks_of_the_mesh(self) -> None:
         run_on_ranks(beyond_the_call, WORLD)

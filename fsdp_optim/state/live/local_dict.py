@@ -21,6 +21,7 @@ from fsdp_optim.state.values.kinds import Kind
 from fsdp_optim.state.values.opaque import OpaqueShards, depends_on_cut, holds_all
 from fsdp_optim.state.values.summary import OpaqueType, Scalar, Scalars, Summary
 from fsdp_optim.tensors.allocation import empty
+from fsdp_optim.tensors.dtensors import is_dtensor, local_of
 from fsdp_optim.tensors.memory import copy_in_memory, detached_copy, flatten, is_plain, laid_out_like
 
 Summaries = Mapping[str, Summary]
@@ -260,7 +261,8 @@ def _cut_here(value: torch.Tensor, place: Placement, rank: int, device: torch.de
     """Return this rank's elements of a complete value, 1-D."""
     flat = empty((place.numel_on(rank),), value.dtype, device)
     if len(flat):
-        copy_in_memory(copies_into(Whole(place.shape, (rank,)), place, rank), flatten(value), flat)
+        held = local_of(value) if is_dtensor(value) else value
+        copy_in_memory(copies_into(Whole(place.shape, (rank,)), place, rank), flatten(held), flat)
     return flat
 
 
