@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from fsdp_optim.state.live.local import LocalOptim, LocalParam, Optimizers
 from fsdp_optim.state.live.optimizer_reader import read_optimizer
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.merge_reports import merge_reports
-from fsdp_optim.state.merged.replicas import STATE, print_of_state
+from fsdp_optim.state.merged.replicas import ELEMENTS, STATE, print_of_state
 from fsdp_optim.state.merged.reports import LiveParam, RankReport
 from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of, same
 from fsdp_optim.state.values.summary import Summary
@@ -306,7 +307,13 @@ def _report(
         unmatched=local.view.unmatched,
         views=local.view.seen_through,
         aliases=tuple(local.view.aliases.items()),
+        buffers=_buffers_of(local) if with_state and what == ELEMENTS else (),
     )
+
+
+def _buffers_of(local: Local) -> tuple[str, ...]:
+    is_buffer = [not isinstance(named.handle.param, torch.nn.Parameter) for named in local.view.handles]
+    return tuple([fqn for named in itertools.compress(local.view.handles, is_buffer) for fqn in named.fqns])
 
 
 def _module_values(local: ModuleValues, group: RankGroup, *, with_state: bool) -> tuple[tuple[str, str], ...]:

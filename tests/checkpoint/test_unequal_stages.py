@@ -74,6 +74,23 @@ def name_twice(root: Path, tied: int) -> None:
         check_same(f"{name}: weights", list(other[0].parameters()), list(stages[0].parameters()))
 
 
+class Buffers(nn.Module):
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.add_module(f"layer{place}", nn.Linear(3, 2))
+        for number in range(3 * place):
+            self.register_buffer(f"buffer{number}", torch.full((3,), float(number)))
+
+
+def save_buffers(root: Path) -> None:
+    """Two stages on two ranks each, which are replicas; the second stage has buffers."""
+    stage = Buffers(dist.get_rank() // 2)
+    for param in stage.parameters():
+        nn.init.ones_(param)
+    options = fsdp_optim.SaveOptions(strategy="per_rank_files", durable=False)
+    fsdp_optim.save(root / "saved", [stage], options=options)
+
+
 class UnequalStagesTest(InFolder):
     @parameterized.expand([(0,), (1,)])
     def test_a_stage_without_state(self, frozen: int) -> None:
@@ -86,3 +103,15 @@ class UnequalStagesTest(InFolder):
         self.assertEqual(fsdp_optim.inspect(self.root / "saved").aliases, {"out.weight": "embed.weight"})
         fsdp_optim.convert(self.root / "saved", self.root / "torch", format="torch")
         self.assertEqual(sorted(torch.load(self.root / "torch" / "model.pt")), NAMES)
+
+    def test_buffers_of_a_stage_in_files_of_each_rank(self) -> None:
+        """All ranks know that these are buffers, which only the lowest of their ranks writes."""
+        run_on_ranks(save_buffers, 4, self.root)
+        model = Buffers(1)
+        model.add_module("layer0", nn.Linear(3, 2))
+        wanted = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data.fill_(9.0)
+        fsdp_optim.load(self.root / "saved", model)
+        check_same("buffers", dict(model.named_buffers()), wanted)
+        self.assertTrue(all(bool((param == 1.0).all()) for param in model.parameters()))

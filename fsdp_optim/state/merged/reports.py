@@ -64,6 +64,7 @@ class RankReport:
         unmatched: the Views that name nothing of this rank's model, as text.
         views: all Views through which this rank sees its model, as text.
         aliases: other FQN of a tied parameter -> its FQN, as pairs.
+        buffers: those of the live parameters that are buffers, for a save of the weights.
     """
 
     call: str
@@ -81,6 +82,7 @@ class RankReport:
     unmatched: tuple[str, ...] = ()
     views: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
+    buffers: tuple[str, ...] = ()
 
     def text(self) -> str:
         """Return a text that is equal only for equal reports. Placements and summaries that parameters share are written once."""
