@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import torch
-from msgspec import structs
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.arguments import Arguments
 from fsdp_optim.canonical import IsWhole
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.layout import OnMesh, Placement, RankSet, Shape
-from fsdp_optim.layout.once import once_each
 from fsdp_optim.layout.views import live_placement
 from fsdp_optim.options import CallArguments, Model, OnReplicaMismatch
 from fsdp_optim.saying import speed_of
@@ -31,7 +29,7 @@ from fsdp_optim.state.live.local import LocalOptim, LocalParam, Optimizers
 from fsdp_optim.state.live.optimizer_reader import read_optimizer
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.merge_reports import merge_reports
-from fsdp_optim.state.merged.replicas import STATE, print_of_state
+from fsdp_optim.state.merged.replicas import ELEMENTS, STATE, print_of_state
 from fsdp_optim.state.merged.reports import LiveParam, RankReport
 from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of, same
 from fsdp_optim.state.values.summary import Summary
@@ -42,8 +40,9 @@ from fsdp_optim.transport.failure import RANK_ERRORS, Failure, is_interrupt
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
 from fsdp_optim.verbs.joint_steps import warn_of_joint_steps
+from fsdp_optim.verbs.known_to_all import with_all_listed, with_all_names
 from fsdp_optim.verbs.seen import seen_by
-from fsdp_optim.view import Handle, ModelView, ModuleValues, NamedHandle, check_materialized
+from fsdp_optim.view import Handle, ModelView, ModuleValues, check_materialized
 
 log = logging.getLogger("fsdp_optim")
 
@@ -67,9 +66,12 @@ class Local:
 
     @property
     def stateless(self) -> tuple[str, ...]:
-        """The original parameters without state, of an optimizer that has state, except parameters that it skips on this rank."""
-        without = (p for p in self.optim.params if p.state is None and not p.handle.skipped)
-        return tuple(fqn for p in without for fqn in p.named.fqns) if self.optim.values_by_class else ()
+        """The original parameters without state, except parameters that the wrapper skips on this rank.
+
+        Also where this rank has no state at all: other ranks may have state of other parameters (pipeline stages).
+        """
+        without = [p.named for p in self.optim.params if p.state is None and not p.named.handle.skipped]
+        return tuple([fqn for named in without for fqn in named.fqns])
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -245,7 +247,7 @@ def agree_on_state(
         raise RuntimeError("unreachable: a rank without a model cannot agree")
     if is_equal:
         global_state = merge_reports([(report, group.ranks)])
-        return _with_all_listed(local, global_state), global_state
+        return _known_to_all(local, global_state), global_state
     content = b""
     with failure:
         content = pickle.dumps(report)
@@ -255,26 +257,13 @@ def agree_on_state(
     by_ranks = [(pickle.loads(pickled), tuple(ranks)) for pickled, ranks in ranks_of.items()]
     global_state = merge_reports(by_ranks, take_lowest_rank=on_replica_mismatch == "lowest_rank")
     warn_of_mismatch(group, global_state.mismatched)
-    return _with_all_listed(local, global_state), global_state
+    return _known_to_all(local, global_state), global_state
 
 
-def _with_all_listed(local: Local, global_state: GlobalState) -> Local:
-    """Return `local` with the shards of all ranks, where an adapter knows only the shards of its own rank."""
-    listed, params = dict[int, NamedHandle](), global_state.params
-    is_open: Callable[[Placement], bool] = once_each(attrgetter("is_open"))
-    for named in local.view.handles:
-        if not any(map(is_open, [original.placement for original in named.handle.originals])):
-            continue  # nearly always
-        originals = tuple(
-            structs.replace(original, placement=params[fqn].placement) if fqn in params else original
-            for fqn, original in zip(named.fqns, named.handle.originals, strict=True)
-        )
-        listed[id(named)] = structs.replace(named, handle=replace(named.handle, originals=originals))
-    if not listed:
-        return local
-    handles = tuple(listed.get(id(named), named) for named in local.view.handles)
-    live = tuple(structs.replace(param, named=listed.get(id(param.named), param.named)) for param in local.optim.params)
-    return replace(local, view=replace(local.view, handles=handles), optim=replace(local.optim, params=live))
+def _known_to_all(local: Local, global_state: GlobalState) -> Local:
+    """Return `local` with what only other ranks have known of the model."""
+    view, optim = with_all_listed(with_all_names(local.view, global_state), local.optim, global_state)
+    return local if view is local.view else replace(local, view=view, optim=optim)
 
 
 def warn_of_mismatch(group: RankGroup, fqns: Sequence[str]) -> None:
@@ -317,7 +306,14 @@ def _report(
         extra_state_loaders=tuple(local.module_values.extra_state_loaders),
         unmatched=local.view.unmatched,
         views=local.view.seen_through,
+        aliases=tuple(local.view.aliases.items()),
+        buffers=_buffers_of(local) if with_state and what == ELEMENTS else (),
     )
+
+
+def _buffers_of(local: Local) -> tuple[str, ...]:
+    is_buffer = [not isinstance(named.handle.param, torch.nn.Parameter) for named in local.view.handles]
+    return tuple([fqn for named in itertools.compress(local.view.handles, is_buffer) for fqn in named.fqns])
 
 
 def _module_values(local: ModuleValues, group: RankGroup, *, with_state: bool) -> tuple[tuple[str, str], ...]:

@@ -36,6 +36,17 @@ def convert_on_ranks(source: Path, target: Path, format: str) -> int:
     ).nbytes_written
 
 
+def save_optimizer(target: Path) -> None:
+    """An optimizer without the weights, and values of each rank that could be taken for weights."""
+    model = torch.nn.Linear(2, 2)
+    for param in model.parameters():
+        torch.nn.init.zeros_(param)
+    own = fsdp_optim.per_rank({"weight": torch.ones(2, 2)})
+    optim = torch.optim.SGD(model.parameters(), lr=0.25)
+    options = fsdp_optim.SaveOptions(durable=False)
+    fsdp_optim.save(target, model, optim, state={"own": own}, weights="none", options=options)
+
+
 class ConvertFormatsTest(SharedFolder):
     @classmethod
     def fill(cls) -> None:
@@ -106,3 +117,17 @@ class ConvertFormatsTest(SharedFolder):
         check_same("extra", dict(sorted(restored.state.items())), {"history": torch.arange(3), "seed": 0})
         metadata = dcp.FileSystemReader(self.root / "dcp").read_metadata()
         self.assertTrue(metadata.state_dict_metadata)
+
+    @parameterized.expand([(1,), (2,)])
+    def test_torch_files_of_an_optimizer_and_values_of_ranks(self, world: int) -> None:
+        """No file of a rank is taken for that of the model, which is not there."""
+        source = self.target.with_name("source")
+        run_on_threads(save_optimizer, world, source)
+        self.convert(source, format="torch")
+        fsdp_optim.verify(self.target)
+        model = torch.nn.Linear(2, 2)
+        optim = torch.optim.SGD(model.parameters(), lr=0.5)
+        restored = fsdp_optim.load(self.target, model, optim, weights="none")
+        check_same(
+            "values", (restored.state, optim.param_groups[0]["lr"]), ({"own": {"weight": torch.ones(2, 2)}}, 0.25)
+        )

@@ -48,6 +48,29 @@ def resume_stages(root: Path) -> None:
         fsdp_optim.save(root / way, [resumed], resumed_optims)  # the ranks compare their groups
 
 
+def stage_with_schedules(rank: int, *lrs: float) -> tuple[nn.Module, Optims]:
+    """A pipeline stage, and three optimizers of three layers, of which it has one or two."""
+    stage, optims = nn.Module(), Optims()
+    for number, lr in enumerate(lrs):
+        layer = nn.Linear(2, 2)
+        if number % 2 == rank:
+            stage.add_module(f"layer{number}", layer)
+        params = [*layer.parameters()] if number % 2 == rank else []
+        optims.append(torch.optim.Adam([{"params": params}], lr=lr))
+    return stage, optims
+
+
+def resume_schedules(root: Path) -> None:
+    """New optimizers all have the learning rate of the start, the saved ones those of their schedules."""
+    saved = [0.25, 0.5, 0.125]
+    stage, optims = stage_with_schedules(dist.get_rank(), *saved)
+    fsdp_optim.save(root / "a", [stage], optims)
+    resumed, resumed_optims = stage_with_schedules(dist.get_rank(), 1.0, 1.0, 1.0)
+    fsdp_optim.load(root / "a", [resumed], resumed_optims)
+    check_same("learning rates", lrs_of(resumed_optims), saved)
+    fsdp_optim.save(root / "b", [resumed], resumed_optims)
+
+
 def adams(model: nn.Linear, lr: float) -> Optims:
     """The last group has no parameters."""
     second = torch.optim.Adam([{"params": [model.bias], "lr": 0.1}, {"params": [], "lr": lr}])
@@ -57,6 +80,10 @@ def adams(model: nn.Linear, lr: float) -> Optims:
 class GroupsWithoutParametersTest(InFolder):
     def test_on_one_rank_of_stages(self) -> None:
         run_on_ranks(resume_stages, 2, self.root)
+
+    def test_of_equal_hyperparameters(self) -> None:
+        """Two optimizers that are one group of all ranks before the load, and two after it."""
+        run_on_ranks(resume_schedules, 2, self.root)
 
     def test_on_no_rank(self) -> None:
         model = nn.Linear(3, 3)

@@ -13,6 +13,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.compare import check_same, refused
+from kit.models import Net
+from kit.wrapping import cpu
+from kit.wraps import in_fairscale
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -154,8 +157,23 @@ def refusals(root: Path) -> None:
     refused(lambda: dcp.async_save({"x": 1}), fsdp_optim.StateError, "checkpoint_id=")
 
 
+def fairscale_has_no_form(root: Path) -> None:
+    with cpu():
+        for flat in (True, False):
+            model = in_fairscale(Net(), flatten_parameters=flat)
+            optim = torch.optim.Adam(model.parameters())
+            for call in (
+                lambda model=model, optim=optim: dcp.get_optimizer_state_dict(model, optim),
+                lambda model=model, optim=optim: dcp.get_state_dict(model, optim),
+                lambda model=model, optim=optim: dcp.set_optimizer_state_dict(model, optim, {}),
+                lambda model=model: dcp.set_model_state_dict(model, {}),
+            ):
+                refused(call, fsdp_optim.WrapperError, "fairscale's FSDP", "torch's dicts have no form")
+
+
 def on_ranks(root: Path) -> None:
     for case in (
+        fairscale_has_no_form,
         ranks_with_other_orders,
         storage_as_the_second_argument,
         in_the_background,

@@ -229,7 +229,6 @@ def read_weights(
     if which != "none":
         check_not_empty(global_state, reader)
     global_state = compare_shards(group, local, global_state, options.on_replica_mismatch, ELEMENTS)
-    buffers = {fqn for named in local.view.handles if is_buffer(named.handle.param) for fqn in named.fqns}
     if which == "trainable":
         _check_trains(global_state)
     tensors = []
@@ -244,7 +243,7 @@ def read_weights(
                 "a safetensors file cannot hold"
             )
         placement = param.placement
-        if fqn in buffers and placement.num_shards == 1:  # a buffer is small, so one rank writes it
+        if fqn in global_state.buffers and placement.num_shards == 1:  # a buffer is small, so one rank writes it
             placement = _on_one_rank(placement)
         for name, dtype in dtypes.items():
             value = SavedValue(fqn, name, dtype, placement, False, fqn)

@@ -20,7 +20,7 @@ from fsdp_optim.checkpoint.load.targets import Weights
 from fsdp_optim.dcp.dicts.initial import initial_maker
 from fsdp_optim.dcp.dicts.options import SOURCE_RANK, Given
 from fsdp_optim.dcp.dicts.values import Described, check_names, of_all_ranks
-from fsdp_optim.errors import RankError, StateError
+from fsdp_optim.errors import RankError, StateError, WrapperError
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra
 from fsdp_optim.formats.base.protocols import MODULES, StoredTensor
@@ -43,6 +43,15 @@ _CALL = CallArguments()
 def is_flat(reader: ModelReader) -> bool:
     """Return whether a model has parameters of FSDP1, which `state_dict()` of the model does not show as they are."""
     return "FSDP1" in reader.wrappers
+
+
+def check_has_form(reader: ModelReader, call: str) -> None:
+    """Raise WrapperError for a model of fairscale, whose parameters, and their state, have no form in torch's dicts."""
+    if "fairscale" in reader.wrappers:
+        raise WrapperError(
+            f"{call}: the model is wrapped by fairscale's FSDP, for which torch's dicts have no form: use fsdp_optim.save and "
+            "load, or gather_full_model_state_dict and gather_full_optim_state_dict with their scatter_full_..."
+        )
 
 
 def _chunks_by_fqn(model: nn.Module, view: ModelView) -> dict[str, tuple[Chunks, Shape, torch.device]]:

@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.known import is_sharded_value, read_sharded_value
 from fsdp_optim.adapters.unwrapping import clean_name
-from fsdp_optim.dcp.dicts.flat import chunked_weights, flat_names, is_flat, prepare_flat
+from fsdp_optim.dcp.dicts.flat import check_has_form, chunked_weights, flat_names, is_flat, prepare_flat
 from fsdp_optim.dcp.dicts.options import SOURCE_RANK, Given
 from fsdp_optim.dcp.dicts.values import check_names, delivered, of_all_ranks
 from fsdp_optim.errors import RankError, StateError
@@ -82,6 +82,7 @@ def prepare(model: nn.Module, given: Mapping[Any, Any], options: Given) -> Calla
     """
     check_model(model)
     reader = ModelReader(model, world_here().rank)
+    check_has_form(reader, SET)
     given = by_name(model, given)
     if is_flat(reader):
         return _prepared_flat(model, reader, given, options)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.dcp.dicts.flat import chunked_state, is_flat
+from fsdp_optim.dcp.dicts.flat import check_has_form, chunked_state, is_flat
 from fsdp_optim.dcp.dicts.initial import initial_maker
 from fsdp_optim.dcp.dicts.optim_dict import GROUPS, NAMES, PARAMS, STATE, GivenDict, flattened, group_for, read_given
 from fsdp_optim.dcp.dicts.options import SOURCE_RANK, Given
@@ -72,6 +72,7 @@ def get(model: nn.Module, optims: Sequence[LoadableOptimizer], given: Given) -> 
     check_model(model)
     check_optimizers(optims)
     reader = ModelReader(model, world_here().rank)
+    check_has_form(reader, GET)
     nested: dict[str, Any] = {STATE: {}, GROUPS: []}
     for optim in optims:
         read = _read(reader, optim)
@@ -113,6 +114,7 @@ def prepare(
     check_model(model)
     check_optimizers(optims)
     reader = ModelReader(model, world_here().rank)
+    check_has_form(reader, SET)
     reads = [_read(reader, optim) for optim in optims]
     if not options.broadcast and _has_ids(given):
         return _prepared_by_id(model, optims, given, options)

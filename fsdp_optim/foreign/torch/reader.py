@@ -126,7 +126,7 @@ class _Files:
                 name
                 for name in names
                 if name.endswith(SUFFIXES)
-                and name not in (*_OPTIM_FILES, *_EXTRA_FILES)
+                and name not in (*_OPTIM_FILES, *_EXTRA_FILES, *of_ranks.values())
                 and not name.startswith(_OF_ONE_RANK)
                 and is_torch_archive(opened, name)
             ]

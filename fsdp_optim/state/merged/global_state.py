@@ -53,6 +53,8 @@ class GlobalState:
         module_values: FQN of an entry of state_dict() that is neither a parameter nor a buffer -> ranks that have the entry.
         extra_state_loaders: paths of modules that may load such entries without having them.
         views: the Views through which any rank sees the model, as text.
+        aliases: other FQN of a tied parameter on any rank -> its FQN on the lowest rank that has it.
+        buffers: those of `params` that are buffers of any rank's model, for a save of the weights.
     """
 
     params: Mapping[str, Param] = field(default_factory=dict)
@@ -66,6 +68,8 @@ class GlobalState:
     module_values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     extra_state_loaders: tuple[str, ...] = ()
     views: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
 
     @property
     def with_state(self) -> frozenset[str]:

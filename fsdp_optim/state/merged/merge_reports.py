@@ -82,6 +82,8 @@ def merge_reports(reports: ReportsByRanks, *, take_lowest_rank: bool = False) ->
         module_values=module_values,
         extra_state_loaders=tuple(dict.fromkeys(path for report, _ in reports for path in report.extra_state_loaders)),
         views=tuple(dict.fromkeys(text for report, _ in reports for text in report.views)),
+        aliases=dict(pair for report, _ in reversed(reports) for pair in report.aliases),
+        buffers=frozenset(fqn for report, _ in reports for fqn in report.buffers),
     )
 
 

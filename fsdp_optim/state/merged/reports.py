@@ -57,13 +57,14 @@ class RankReport:
         other_keys: the other keys of the optimizer's own dict, as pairs of texts.
         classes: the class of each group's optimizer.
         values: optimizer class -> names of the state values, where the call needs them.
-        stateless: parameters without state of an optimizer that has some state, where the call needs them; without the
-            parameters that the wrapper skips on this rank.
+        stateless: parameters without state, where the call needs them; without those that the wrapper skips on this rank.
         module_values: FQN -> fingerprint (where the call needs it) of the entries of state_dict() that are neither parameters
             nor buffers.
         extra_state_loaders: paths of modules that may load such entries without having them.
         unmatched: the Views that name nothing of this rank's model, as text.
         views: all Views through which this rank sees its model, as text.
+        aliases: other FQN of a tied parameter -> its FQN, as pairs.
+        buffers: those of the live parameters that are buffers, for a save of the weights.
     """
 
     call: str
@@ -80,6 +81,8 @@ class RankReport:
     extra_state_loaders: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
     views: tuple[str, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+    buffers: tuple[str, ...] = ()
 
     def text(self) -> str:
         """Return a text that is equal only for equal reports. Placements and summaries that parameters share are written once."""
