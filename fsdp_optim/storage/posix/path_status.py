@@ -184,7 +184,8 @@ def check_free(path: Path, probe: CheckpointProbe[Any], *, overwrite: bool, fill
         raise wrong_use(f"{path}: already exists: save to another path, or give overwrite=True")
     if not (filled and path.is_dir()) and not _is_checkpoint(path, probe):
         raise wrong_use(
-            f"{path}: is not a checkpoint, so overwrite=True does not replace it: remove it, or save to another path"
+            f"{path}: is not a checkpoint of the format to save, so overwrite=True does not replace it: remove it, or save to "
+            "another path"
         )
 
 
