@@ -80,22 +80,36 @@ class OwnLoad:
 
 @contextmanager
 def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
-    """Undo what torch's load casts, before the user's post-hooks run. Where it matters to nobody, it casts no copy at all.
+    """Undo what torch's load casts, before the user's post-hooks run. Where it matters to nobody, it casts no copy at all."""
+    values = _PutRight(optim)
+    handles = [
+        optim.register_load_state_dict_pre_hook(values.before),  # after the user's
+        optim.register_load_state_dict_post_hook(values.after, prepend=True),  # before the user's
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
-    Nor does it see the values of a parameter that it would hand on as they are: to ask that of each takes long.
+
+class _PutRight:
+    """The two hooks of `_values_put_right`, of one optimizer: what torch's load does not see, and what it casts.
+
+    It does not see the values of a parameter that it would hand on as they are: to ask that of each takes long.
     """
-    given: dict[str, Any] = {}
-    handed_on: list[Any] = []  # the keys of these parameters
-    changing_of: dict[Any, Iterable[Any]] = {}
-    kept_of: dict[Any, Collection[Any]] = {}  # by id, the names of the values that stay on the CPU
-    own_setstate = not _of_torch(getattr(type(optim), "__setstate__", None))
 
-    def before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        given.clear()
-        given.update(state_dict)
-        handed_on.clear()
-        changing_of.clear()
-        kept_of.clear()
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self._own_setstate = not _of_torch(getattr(type(optim), "__setstate__", None))
+        self._given: dict[str, Any] = {}
+        self._handed_on: list[Any] = []  # the keys of these parameters
+        self._changing_of: dict[Any, Iterable[Any]] = {}
+        self._kept_of: dict[Any, Collection[Any]] = {}  # by key, the names of the values that stay on the CPU
+
+    def before(self, optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the dict that torch's load gets."""
+        self._given = dict(state_dict)
+        self._handed_on, self._changing_of, self._kept_of = [], {}, {}
         params = _params_in_order(optim, state_dict)
         keeps_on_cpu = cache(lambda: _keeps_on_cpu(optim))
         state, live = dict(state_dict["state"]), optim.state
@@ -107,54 +121,46 @@ def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
             device = param.device
             offloaded = _offloaded_names(live.get(param) or {}, values, keeps_on_cpu) if device.type != "cpu" else _NONE
             changing = [*changing_names(param, values), *offloaded]
-            if not changing and not own_setstate and _stays(values, device, moves_steps=moves_steps):
-                handed_on.append(key)
+            if not changing and not self._own_setstate and _stays(values, device, moves_steps=moves_steps):
+                self._handed_on.append(key)
                 del state[key]
             elif changing:
-                changing_of[key] = dict.fromkeys(changing)
-                kept_of[key] = offloaded
-                withheld = {name for name in changing if _is_withheld(name, values[name], own_setstate)}
+                self._changing_of[key] = dict.fromkeys(changing)
+                self._kept_of[key] = offloaded
+                withheld = {name for name in changing if _is_withheld(name, values[name], self._own_setstate)}
                 if withheld:
                     state[key] = {name: value for name, value in values.items() if name not in withheld}
         groups = [{**group, "params": _Ids(group["params"])} for group in state_dict["param_groups"]]
         return {**state_dict, "state": state, "param_groups": groups}
 
-    def after(_: torch.optim.Optimizer) -> None:
-        params = _params_in_order(optim, given)
-        for key, changing in changing_of.items():
-            values, param = given["state"][key], params[key]
-            live = optim.state.get(param)
-            if not isinstance(live, dict):
-                continue
-            for name in changing:
-                value = values[name]
-                if name in kept_of[key]:
-                    live[name] = value
-                elif _is_withheld(name, value, own_setstate):
-                    live[name] = _moved(value, param.device)
-                else:
-                    _put_right(live, param, name, value)
-            in_order = {name: live[name] for name in chain(values, live) if name in live}
-            live.clear()
-            live.update(in_order)
-        for key in handed_on:
-            optim.state[params[key]] = dict(given["state"][key])
-        if handed_on and len(handed_on) < len(given["state"]):
-            for key in given["state"]:  # in this order
+    def after(self, optim: torch.optim.Optimizer) -> None:
+        """Put every value in its place that torch's load has not seen, or has cast."""
+        given, params = self._given["state"], _params_in_order(optim, self._given)
+        for key in self._changing_of:
+            live = optim.state.get(params[key])
+            if isinstance(live, dict):
+                self._put_back(key, live, given[key], params[key])
+        for key in self._handed_on:
+            optim.state[params[key]] = dict(given[key])
+        if self._handed_on and len(self._handed_on) < len(given):
+            for key in given:  # in this order
                 owner = params.get(key, key)
                 if owner in optim.state:
                     optim.state[owner] = optim.state.pop(owner)
-        given.clear()
+        self._given = {}
 
-    handles = [
-        optim.register_load_state_dict_pre_hook(before),  # after the user's
-        optim.register_load_state_dict_post_hook(after, prepend=True),  # before the user's
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def _put_back(self, key: Any, live: dict[Any, Any], values: Mapping[Any, Any], param: torch.Tensor) -> None:
+        for name in self._changing_of[key]:
+            value = values[name]
+            if name in self._kept_of[key]:
+                live[name] = value
+            elif _is_withheld(name, value, self._own_setstate):
+                live[name] = _moved(value, param.device)
+            else:
+                _put_right(live, param, name, value)
+        in_order = {name: live[name] for name in chain(values, live) if name in live}
+        live.clear()
+        live.update(in_order)
 
 
 class _Ids(list[Any]):

@@ -215,7 +215,9 @@ class FolderTest(InFolder):
         self.save("a")
         self.save("b", format="safetensors")
         for name, other in (("a", "safetensors"), ("b", "dcp")):
-            with self.assertRaisesRegex(CheckpointError, "is not a checkpoint of the format to save, so overwrite=True does not replace it"):
+            with self.assertRaisesRegex(
+                CheckpointError, "is not a checkpoint of the format to save, so overwrite=True does not replace it"
+            ):
                 self.save(name, format=other, overwrite=True)
 
     def test_an_earlier_one_of_the_other_format_is_no_leftover(self) -> None:

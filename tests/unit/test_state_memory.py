@@ -11,7 +11,7 @@ from fsdp_optim.layout import Whole
 from fsdp_optim.plugins import Handle, Original
 from fsdp_optim.state.live import LocalParam
 from fsdp_optim.state.live.state_memory import StateMemory
-from fsdp_optim.state.values.summary import Summary
+from fsdp_optim.state.values import Summary
 from fsdp_optim.view import NamedHandle
 
 MODULE = nn.Module()
