@@ -91,7 +91,7 @@ class RankReport:
         numbers: dict[tuple[object, ...], int] = {}  # of kinds, by the ids of their parts, which the report keeps alive
         lines = []
         for param in self.params:
-            others = param.group_index, param.collected, param.fingerprint, param.loose, param.what
+            others = param.group_index, param.collected, param.fingerprint, param.loose, param.what, param.fused
             alike = (*map(id, param.placements), id(param.num_padded), id(param.summary), others)
             number = numbers.get(alike)
             if number is None:
@@ -100,8 +100,8 @@ class RankReport:
                 kind = *[parts.setdefault(text, len(parts)) for text in texts], *others
                 number = numbers[alike] = kinds.setdefault(kind, len(kinds))
             lines.append(number)
-        names = [(param.fqns, param.fused) for param in self.params]
-        return f"{replace(self, params=())!r} {names!r} {lines!r} {list(kinds)!r} {list(parts)!r}"
+        fqns = [param.fqns for param in self.params]
+        return f"{replace(self, params=())!r} {fqns!r} {lines!r} {list(kinds)!r} {list(parts)!r}"
 
 
 ReportsByRanks = Sequence[tuple[RankReport, tuple[int, ...]]]
