@@ -116,7 +116,12 @@ class DTensorHandle(Handle):
         if type(value) is torch.Tensor or not is_dtensor(value):
             return super().sort_of(value)
         local = value._local_tensor
-        return id(value._spec), local.dtype, type(local), local.shape  # of another dtype it is refused (`is_usual_dtensor`)
+        return (
+            id(value._spec),
+            local.dtype,
+            type(local),
+            local.shape,
+        )  # of another dtype it is refused (`is_usual_dtensor`)
 
     def placement_of(self, value: torch.Tensor) -> Where | None:
         if not is_dtensor(value) or not is_plain(local_of(value)):
