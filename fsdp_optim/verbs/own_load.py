@@ -211,7 +211,7 @@ def _is_withheld(name: object, value: object, own_setstate: bool) -> bool:
 
 
 def _stays(values: Mapping[Any, Any], device: torch.device, *, moves_steps: bool) -> bool:
-    """Return whether torch's load leaves all values of a parameter as they are, none of which it casts.
+    """Return whether torch's load leaves all values of a parameter as they are. The caller knows that it casts none of them.
 
     `moves_steps`: it makes each `step` a float32 on the parameter's device, as fused and capturable optimizers need it.
     torch's own __setstate__ makes tensors of numbers.

@@ -49,7 +49,7 @@ def resume_stages(root: Path) -> None:
 
 
 def stage_with_schedules(rank: int, *lrs: float) -> tuple[nn.Module, Optims]:
-    """A pipeline stage, and three optimizers of three layers, of which it has one or two."""
+    """A pipeline stage with one or two of three layers, and three optimizers, one for each layer."""
     stage, optims = nn.Module(), Optims()
     for number, lr in enumerate(lrs):
         layer = nn.Linear(2, 2)

@@ -1,4 +1,4 @@
-"""Pipeline stages of which only some have state, or weights with two names: all ranks know it."""
+"""Pipeline stages that differ: if only some have state, or tied weights, all ranks must know that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_optim.testing import run_on_ranks
 
 
 def frozen_stage(*, frozen: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The stage of this rank, of which that of the rank `frozen` is not trained."""
+    """The stage of this rank. The stage of the rank `frozen` is not trained."""
     stage, rank = nn.Module(), dist.get_rank()
     stage.add_module(f"layer{rank}", nn.Linear(3, 3).requires_grad_(rank != frozen))
     return stage, torch.optim.Adam(stage.parameters())

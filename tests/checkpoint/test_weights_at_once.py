@@ -22,7 +22,7 @@ from fsdp_optim.testing import run_on_ranks
 
 
 class Marked(torch.Tensor):
-    """A subclass, of which torch's bulk operations know nothing."""
+    """A subclass of Tensor, which torch's bulk operations may not support."""
 
 
 class OwnInstall(Handle):

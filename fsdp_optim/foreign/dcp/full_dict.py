@@ -35,7 +35,7 @@ def filled(tree: Any, value_of: Callable[[str], Any]) -> Any:
 
 
 class ChangedTree(Mapping[Any, Any]):
-    """A tree of which each part is changed, anew, when it is asked for. `change(name, part)`: the changed part."""
+    """A tree whose parts are changed each time they are read. `change(name, part)` returns the changed part."""
 
     def __init__(self, tree: Mapping[Any, Any], change: Callable[[Any, Any], Any]) -> None:
         self._tree, self._change = tree, change
