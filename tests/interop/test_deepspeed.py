@@ -20,6 +20,7 @@ import torch.distributed as dist
 from kit.cases import expand, some
 from kit.compare import Differs, check_same, error_text, sorted_state
 from kit.options import as_options
+from kit.rank_files import values_of_others
 from kit.store_calls import url_of
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
@@ -100,8 +101,11 @@ def load_runs(root: Path, wrappers: tuple[str, ...], numbers: list[int]) -> None
                     ),
                 )
                 check_loaded(model, optim, oracle, root / f"live {len(wrappers)}")
+                missing = values_of_others(restored)
                 check_same(
-                    "the rest", (restored.state["epoch"], restored.missing_keys, restored.unexpected_keys), (4, (), ())
+                    "the rest",
+                    (restored.state["epoch"], restored.missing_keys, restored.unexpected_keys),
+                    (4, missing, ()),
                 )
                 check_same("the step", restored.step, STEPS)
                 check_same("ranks", restored.world_size, int(name[4]))

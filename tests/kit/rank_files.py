@@ -17,6 +17,8 @@ from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDict
 
 from kit.models import Net
 
+import fsdp_optim
+
 
 class Remembering(nn.Linear):
     """A layer with extra state."""
@@ -38,6 +40,17 @@ class Buffered(Net):
         self.register_buffer("mean", torch.arange(6.0).reshape(2, 3) / 7)
         self.block[1].register_buffer("count", torch.tensor(2**40 + 1))
         self.head = Remembering(5, 2)
+
+
+def values_of_others(loaded: fsdp_optim.LoadResult) -> tuple[str, ...]:
+    """The missing keys of this rank: where fewer ranks saved, and each had values of its own, a new rank gets none."""
+    if not dist.is_initialized() or dist.get_rank() < loaded.world_size:
+        return ()
+    try:
+        each_had_some = any(loaded.all_ranks)
+    except fsdp_optim.CheckpointError:  # pickles, which are not opened without allow_pickle
+        each_had_some = True
+    return ("state['per_rank_extra']",) if each_had_some else ()
 
 
 def save_fairscale(
