@@ -52,6 +52,10 @@ def save_fused(folder: str, wrapper: str, by: str) -> None:
         elif by.startswith("torch's dcp"):
             kept = torch_dcp.state_dict.StateDictOptions(flatten_optimizer_state_dict=by.endswith("flattened"))
             weights, state = get_state_dict(source.model, source.optim, options=kept)
+            if ", cut" in by:  # as by state-dict hooks, which change the weights alone
+                weights = fsdp_optim.gather_full_model_state_dict(
+                    source.model, None, options=CallOptions(views=VIEWS, process_group=source.process_group)
+                )
             torch_dcp.save({"model": weights, "optim": state}, checkpoint_id=folder)
         else:
             by_id = {"model": source.model.state_dict(), "optimizer": source.optim.state_dict()}
@@ -97,7 +101,7 @@ class TestLoads(unittest.TestCase):
             run_on_ranks(save_fused, n, f"{folder}/step", first, "safetensors")
             run_on_ranks(resume, m, f"{folder}/step", is_fused, second)
 
-    @expand(["dcp", "torch's dcp", "torch's dcp, flattened"], [])
+    @expand(["dcp", "torch's dcp", "torch's dcp, flattened", "torch's dcp, cut", "torch's dcp, cut, flattened"], [])
     def test_files_of_dcp(self, by: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             run_on_ranks(save_fused, 2, f"{folder}/step", "FSDP2", by)

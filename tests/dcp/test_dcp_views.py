@@ -13,6 +13,7 @@ from kit.fused import VIEWS, TrainedFused, Unfused
 from kit.optimizers import adam
 from kit.trained import STEPS, Oracle, Trained
 from kit.wrapping import cpu
+from parameterized import parameterized
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import fsdp_optim
@@ -21,6 +22,7 @@ from fsdp_optim.testing import run_on_ranks
 
 FUSED, UNFUSED = True, False
 KINDS = ("ours", "ours, canonical", "dcp.save", "torch", "torch, flattened", "canonical by torch")
+CUT_BY_HOOKS = ("torch, cut", "torch, cut, flattened")
 
 
 def trained(is_fused: bool, steps: int) -> Trained:
@@ -36,6 +38,8 @@ def saved(folder: str, kind: str) -> None:
             fsdp_optim.save(folder, source.model, source.optim, options=SaveOptions(views=views))
             return
         model, optim = dcp.get_state_dict(source.model, source.optim, options=options)
+        if kind.startswith(CUT_BY_HOOKS):  # the weights alone
+            model = fsdp_optim.gather_full_model_state_dict(source.model, None, options=CallOptions(views=VIEWS))
         (dcp if kind == "dcp.save" else torch_dcp).save(
             {"model": model, "optim": optim, "step": 7}, checkpoint_id=folder
         )
@@ -103,6 +107,14 @@ class TestLoad(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             run_on_ranks(saved, 2, f"{folder}/step", kind)
             run_on_ranks(loaded, num, f"{folder}/step", is_fused, is_flat)
+
+    @parameterized.expand(
+        [(kind, is_fused, num) for kind in CUT_BY_HOOKS for is_fused in (FUSED, UNFUSED) for num in (1, 3)]
+    )
+    def test_weights_that_hooks_have_cut_beside_fused_state(self, kind: str, is_fused: bool, num: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            run_on_ranks(saved, 2, f"{folder}/step", kind)
+            run_on_ranks(loaded, num, f"{folder}/step", is_fused, kind.endswith("flattened"))
 
     def test_refusals(self) -> None:
         with tempfile.TemporaryDirectory() as folder:

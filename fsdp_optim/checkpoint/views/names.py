@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -156,8 +156,13 @@ class Through:
             matching = self._known[name] = self._by_name.of(name) if name not in self.whole else []
         return matching
 
-    def find(self, where: str, shapes: Mapping[str, Shape]) -> Seen:
-        """Return which of some names change. `shapes`: of all parameters that there are, by the names that Views have.
+    def find(self, where: str, shapes: Mapping[str, Shape], listed: Collection[str] | None = None) -> Seen:
+        """Return which of some names change.
+
+        Args:
+            shapes: of all parameters that there are, by the names that Views have.
+            listed: the names of which no two may become one; None: all. Those of an optimizer are looked at without those of
+                the weights, because a program's own hooks may have cut the weights alone.
 
         Raises:
             LayoutError: a View does not fit the shape of a parameter, or parts of one are missing.
@@ -179,7 +184,7 @@ class Through:
                     )
                 joined[name] = bound
         seen = Seen(split, joined)
-        _check_names(where, shapes, seen)
+        _check_names(where, shapes if listed is None else listed, seen)
         return seen
 
     def _check_sure(self, where: str, name: str, shapes: Mapping[str, Shape]) -> None:
@@ -236,13 +241,15 @@ def _fitting(view: View, name: str, shape: Shape) -> BoundView | None:
         return None
 
 
-def _check_names(where: str, shapes: Mapping[str, Shape], seen: Seen) -> None:
-    """Refuse a name that two parameters would have."""
+def _check_names(where: str, listed: Collection[str], seen: Seen) -> None:
+    """Refuse a name that two parameters would have, of those that are listed."""
     parts: dict[str, str] = {}
     for live, bound in seen.split.items():
+        if live not in listed:
+            continue
         for part in bound.names:
             other = parts.get(
-                part, "a parameter of the checkpoint" if part in shapes and part not in seen.split else None
+                part, "a parameter of the checkpoint" if part in listed and part not in seen.split else None
             )
             if other is not None:
                 raise StateError(
@@ -252,7 +259,9 @@ def _check_names(where: str, shapes: Mapping[str, Shape], seen: Seen) -> None:
             parts[part] = f"a part of {live}"
     used: dict[str, str] = {}
     for live, bound in seen.joined.items():
-        if live in parts or (live in shapes and live not in seen.joined_of):
+        if not any(part in listed for part in bound.names):
+            continue
+        if live in parts or (live in listed and live not in seen.joined_of):
             raise StateError(
                 f"{where}: {live}: is in the checkpoint, beside its part {bound.names[0]}: give the View another name"
             )

@@ -214,7 +214,7 @@ class SeenReader(Reader):
         renamed = SeenState.named(self._where, full, self._name_of)
         known = {**{self._name_of(fqn): shape for fqn, shape in shapes.items()}, **self._shapes}
         state = SeenState(self._where, renamed, known, self.files, read)
-        names = self.through.find(self._where, state.shapes)
+        names = self.through.find(self._where, state.shapes, state.listed)
         self.seen_at.append(names)
         return state.seen(names) if not names.is_empty else full
 
@@ -228,7 +228,7 @@ class SeenReader(Reader):
                     fqn = str(key).partition(".")[2].rpartition(".")[0]
                     name = self._name_of(self.through.named(names.canonical(fqn)))
                     stored[name] = max(stored.get(name, ()), value.shape, key=prod)
-            changed = self.through.find(self._where, {**stored, **self._shapes})
+            changed = self.through.find(self._where, {**stored, **self._shapes}, stored)
         return names_before(self._where, names, full, changed, list(self._names))
 
     def _name_of(self, fqn: str) -> str:

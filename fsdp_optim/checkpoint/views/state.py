@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
@@ -67,11 +67,15 @@ class SeenState:
         )
 
     @cached_property
+    def listed(self) -> Collection[str]:
+        """The parameters of the optimizer."""
+        return dict.fromkeys([*(fqn for _, fqns in self.full.groups for fqn in fqns), *self.full.state])
+
+    @cached_property
     def shapes(self) -> Mapping[str, Shape]:
         """The shapes of all parameters: those that are known, and of others that of their largest value."""
-        listed = dict.fromkeys([*(fqn for _, fqns in self.full.groups for fqn in fqns), *self.full.state])
         shapes = dict(self.known)
-        for fqn in listed:
+        for fqn in self.listed:
             if fqn not in shapes:
                 values = [value.shape for value in self.full.state.get(fqn, {}).values() if _is_tensor(value)]
                 if values:

@@ -8,7 +8,7 @@ A View of a name that the live model's dict has makes it of its parts; all other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -100,10 +100,16 @@ class SeenTree(Reader):
         through.check_joined(self.reader.index.where, names)
         tree = values if names.is_empty else _put(values, place, dict(self._model(model, names, tensors)))
         for face in OptimFace.all_in(values):
-            read = ReadFace.of(face, face.dict_in(values), shapes)
-            if read is not None and not names.is_empty:
-                tree = _put(tree, face.place, self._optim(face, read, (shapes, names), tensors))
+            optim = face.dict_in(values)
+            read = ReadFace.of(face, optim, {*shapes, *self._fused_in(face.fqns_in(optim))})
+            changed = self._optim(face, read, shapes, through, tensors) if read is not None else None
+            if changed is not None:
+                tree = _put(tree, face.place, changed)
         return tree, tensors
+
+    def _fused_in(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield the names of fused parameters among those of an optimizer, whose weights a program's own hooks may have cut."""
+        return (name for name in names if any(view.matches(name) for view in self.views.views))
 
     def _model(
         self, model: Mapping[str, Any], names: Seen, tensors: dict[str, StoredTensor]
@@ -129,11 +135,12 @@ class SeenTree(Reader):
         self,
         face: OptimFace,
         read: ReadFace,
-        known: tuple[Mapping[str, Shape], Seen],
+        known: Mapping[str, Shape],
+        through: Through,
         tensors: dict[str, StoredTensor],
-    ) -> dict[str, Any]:
-        """Return an optimizer's dict as the Views see it. `known`: the shapes of parameters, and which names change."""
-        index, (shapes, names) = self.reader.index, known
+    ) -> dict[str, Any] | None:
+        """Return an optimizer's dict as the Views see it; None where they change nothing. `known`: the shapes of weights."""
+        index = self.reader.index
 
         def stored(leaf: Any) -> Any:
             return index.trees[leaf.key] if isinstance(leaf, InFile) else leaf
@@ -151,7 +158,11 @@ class SeenTree(Reader):
         before = {fqn: {name: stored(leaf) for name, leaf in values.items()} for fqn, values in read.state.items()}
         groups = [({k: v for k, v in group.items() if k != PARAMS}, tuple(group[PARAMS])) for group in read.groups()]
         full = FullState(before, tuple(groups), {})
-        state = SeenState(index.where, full, shapes, self.files, partial(read_constants, self.reader)).seen(names)
+        unseen = SeenState(index.where, full, known, self.files, partial(read_constants, self.reader))
+        names = through.find(index.where, unseen.shapes, unseen.listed)
+        if names.names.isdisjoint(unseen.listed):
+            return None
+        state = unseen.seen(names)
         after = {
             fqn: {name: in_file(fqn, name, value) for name, value in values.items()}
             for fqn, values in state.state.items()

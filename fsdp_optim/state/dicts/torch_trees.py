@@ -6,11 +6,11 @@ flattened   {"state.<fqn>.<name>": value, "param_groups.<fqn>.lr": 0.1}
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from fsdp_optim.state.dicts.flattened import with_equal_options
+from fsdp_optim.state.dicts.flattened import fqns_of_flattened, with_equal_options
 from fsdp_optim.state.dicts.full import RESERVED_KEYS
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -57,6 +57,10 @@ class OptimFace:
             value = value[key]
         result: Mapping[str, Any] = value
         return result
+
+    def fqns_in(self, values: Mapping[str, Any]) -> Iterable[str]:
+        """Return the FQNs of the dict. `values`: the dict itself."""
+        return fqns_of_flattened(values) if self.is_flat else [fqn for group in values[GROUPS] for fqn in group[PARAMS]]
 
 
 def places_of_optims(tree: Mapping[str, Any]) -> list[Place]:
