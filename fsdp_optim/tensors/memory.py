@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from fsdp_optim.plan import Copy
+from fsdp_optim.tensors.rearranged import AT_ONCE_NBYTES, rearrange
 from fsdp_optim.tensors.transposed import copy_transposed
 
 T = TypeVar("T")
@@ -251,7 +252,10 @@ def laid_out_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if strides == value.stride():
         return value
     rearranged = flat.as_strided(like.shape, strides)
-    return rearranged.copy_(value.clone())
+    if value.nbytes <= AT_ONCE_NBYTES:
+        return rearranged.copy_(value.clone())
+    rearrange(flat, like.shape, sorted(range(like.dim()), key=lambda dim: -strides[dim]))
+    return rearranged
 
 
 def detached_copy(value: Any) -> Any:

@@ -15,9 +15,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 
-from kit.models import Net
-
 import fsdp_optim
+from kit.models import Net
 
 
 class Remembering(nn.Linear):
