@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec import Struct, structs
@@ -17,6 +17,9 @@ from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.layout import Placement, Shape
 from fsdp_optim.tensors.dtensors import as_local, dtensor_like, is_dtensor, local_of, placement_of_value
 from fsdp_optim.tensors.memory import detached_copy, flatten, in_shape, is_plain, laid_out_like
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Original(Struct, frozen=True):
@@ -66,6 +69,26 @@ class Handle:
     cast_by_wrapper: bool = False
     master: str | None = None
     fused: tuple[str, ...] = ()
+
+    @classmethod
+    def like(
+        cls, other: Mapping[str, Any], placement: Placement, param: torch.Tensor, sites: Sequence[tuple[nn.Module, str]]
+    ) -> Self:
+        """Return the Handle of a parameter that is cut as another one is.
+
+        A frozen dataclass sets each of its attributes by a call, which would take most of the time of reading a parameter.
+
+        Args:
+            other: the attributes of that one's Handle.
+            sites: where the parameter is registered: the modules and attributes.
+        """
+        handle = cls.__new__(cls)
+        attributes = vars(handle)
+        attributes.update(other)
+        attributes["param"], attributes["originals"] = param, (Original(*sites[0], placement),)
+        if len(sites) > 1:
+            attributes["aliases"] = tuple((0, module, attribute) for module, attribute in sites[1:])
+        return handle
 
     def weights(self) -> torch.Tensor:
         """Return the parameter's elements on this rank, in the local shape; shares the parameter's memory."""

@@ -84,7 +84,7 @@ class DTensorAdapter(Adapter):
                 continue
             kind = id(described), local.shape, last  # equal parameters share their spec
             if kind in alike:
-                yield _handle_like(*alike[kind][1:], param, sites)
+                yield DTensorHandle.like(*alike[kind][1:], param, sites)
                 continue
             mesh, spec, shape = described.mesh, described.placements, tuple(param.shape)
             known = placements.get((mesh, spec, shape, last))
@@ -100,7 +100,7 @@ class DTensorAdapter(Adapter):
                 handle = _handle(param, placement, sites[:1], tree.once(grid_of, mesh), last)
                 like = checked[seen] = {**vars(handle), "sort": handle.sort}
             alike[kind] = described, like, placement  # the reference keeps the id unique
-            yield _handle_like(like, placement, param, sites)
+            yield DTensorHandle.like(like, placement, param, sites)
 
     def buffer(self, tree: ModuleTree, fqn: str, value: torch.Tensor) -> Handle | None:
         """Return the Handle of a DTensor buffer, as in a tensor parallel module."""
@@ -146,22 +146,6 @@ def _handle(
         shape=placement.shape,
         fsdp_dims=fsdp_dims,
     )
-
-
-def _handle_like(
-    like: Mapping[str, Any], placement: OnMesh | Boxes, param: DTensor, sites: list[tuple[nn.Module, str]]
-) -> DTensorHandle:
-    """Return the Handle of a parameter that is cut as another one is. `like`: the attributes of that one's Handle.
-
-    A frozen dataclass sets each of its attributes by a call, which would take most of the time of reading a parameter.
-    """
-    handle = DTensorHandle.__new__(DTensorHandle)
-    attributes = vars(handle)
-    attributes.update(like)
-    attributes["param"], attributes["originals"] = param, (Original(*sites[0], placement),)
-    if len(sites) > 1:
-        attributes["aliases"] = tuple((0, module, attribute) for module, attribute in sites[1:])
-    return handle
 
 
 def _place(fqn: str, value: DTensor, grid: Grid) -> OnMesh | Boxes:

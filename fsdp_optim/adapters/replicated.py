@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,28 +49,30 @@ class ReplicatedAdapter(Adapter):
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
         ddp_ranks: dict[int, tuple[int, ...]] = {}
         ddp_class = _ddp_class()
-        places: dict[tuple[Shape, tuple[int, ...]], Whole] = {}  # what depends on a placement is kept by its identity
+        # By shape, ranks, and whether these keep replicas equal. What depends on a placement is kept by its identity.
+        alike: dict[tuple[Shape, tuple[int, ...], bool], tuple[Mapping[str, Any], Whole]] = {}
         for module in tree.modules:
             if isinstance(module, ddp_class):
-                ddp_ranks.update((id(param), _ranks(module)) for param in module.parameters())
+                ddp_ranks.update(dict.fromkeys(map(id, module.parameters()), _ranks(module)))
         for param, sites in tree.params():
             if id(param) not in claimed:
                 kept_equal_on = ddp_ranks.get(id(param))
-                key = tuple(param.shape), kept_equal_on or ranks
-                place = places.get(key)
-                if place is None:
-                    place = places[key] = Whole(*key)
-                yield _handle(param, sites, place, synchronized=kept_equal_on is not None)
+                shape, where, synchronized = tuple(param.shape), kept_equal_on or ranks, kept_equal_on is not None
+                known = alike.get((shape, where, synchronized))
+                if known is None:
+                    place = Whole(shape, where)
+                    known = vars(_handle(param, sites[0], place, synchronized=synchronized)), place
+                    alike[shape, where, synchronized] = known
+                yield Handle.like(*known, param, sites)
 
 
-def _handle(param: torch.Tensor, sites: list[tuple[nn.Module, str]], place: Whole, synchronized: bool) -> Handle:
+def _handle(param: torch.Tensor, site: tuple[nn.Module, str], place: Whole, *, synchronized: bool) -> Handle:
     return Handle(
         param=param,
-        originals=(Original(*sites[0], place),),
+        originals=(Original(*site, place),),
         local_shape=place.shape,
         synchronized=synchronized,
         loose=not synchronized,
-        aliases=tuple((0, module, attribute) for module, attribute in sites[1:]),
     )
 
 

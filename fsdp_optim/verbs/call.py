@@ -17,7 +17,7 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.arguments import Arguments
 from fsdp_optim.canonical import IsWhole
 from fsdp_optim.errors import StateError, counted_noun, shortened
-from fsdp_optim.layout import OnMesh, Placement, RankSet, Shape
+from fsdp_optim.layout import OnMesh, Placement, Shape
 from fsdp_optim.layout.views import live_placement
 from fsdp_optim.options import CallArguments, Model, OnReplicaMismatch
 from fsdp_optim.saying import speed_of
@@ -29,7 +29,8 @@ from fsdp_optim.state.live.local import LocalOptim, LocalParam, Optimizers
 from fsdp_optim.state.live.optimizer_reader import read_optimizer
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.merge_reports import merge_reports
-from fsdp_optim.state.merged.replicas import ELEMENTS, STATE, print_of_state
+from fsdp_optim.state.merged.prints import Placements, ReplicaPrints
+from fsdp_optim.state.merged.replicas import ELEMENTS, STATE
 from fsdp_optim.state.merged.reports import LiveParam, RankReport
 from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of, same
 from fsdp_optim.state.values.summary import Summary
@@ -284,8 +285,14 @@ def _report(
     for param, summary in zip(optim.params, summaries, strict=True):
         if param.named.handle.fused:
             check_follows(param, summary)
-    prints = _Prints(group, what, every_replica=every_replica) if with_state and len(group.ranks) > 1 else None
-    params = [_live_param(param, summary, prints, what) for param, summary in zip(optim.params, summaries, strict=True)]
+    placements = [_placements_of(param.named.handle) for param in optim.params]
+    prints: Iterable[str] = [""] * len(placements)
+    if with_state and len(group.ranks) > 1:
+        prints = ReplicaPrints(group.rank, group.ranks, every_replica=every_replica).of_each(optim.params, placements)
+    params = [
+        _live_param(param, where, summary, fingerprint, what)
+        for param, where, summary, fingerprint in zip(optim.params, placements, summaries, prints, strict=True)
+    ]
     return RankReport(
         call=call,
         order=local.order,
@@ -345,41 +352,16 @@ def _compared_values(where: str, values: Mapping[str, Any], group: RankGroup) ->
     return tuple(keys)
 
 
-class _Prints:
-    """The fingerprints of parameters whose replicas no wrapper keeps equal."""
-
-    def __init__(self, group: RankGroup, what: str, *, every_replica: bool) -> None:
-        """`every_replica`: also of replicas that a wrapper keeps equal."""
-        self._rank, self._everyone = group.rank, RankSet(group.ranks)
-        self._every_replica = every_replica
-        self._kept_equal: dict[
-            tuple[int, ...] | int, bool
-        ] = {}  # by the ids of placements, which the Handles keep unique
-
-    def of(self, param: LocalParam, placements: tuple[Placement, ...]) -> str:
-        """Return the fingerprint of the state of a parameter; "" where replicas need none."""
-        handle = param.handle
-        if not handle.collected or (handle.synchronized and self._are_equal(handle, placements)):
-            return ""
-        return print_of_state(param, self._rank)
-
-    def _are_equal(self, handle: Handle, placements: tuple[Placement, ...]) -> bool:
-        key = tuple(map(id, placements)) if len(placements) > 1 else id(placements[0]) if placements else 0
-        known = self._kept_equal.get(key)
-        if known is None:
-            # A wrapper keeps the shards of its own group consistent, but not those of another group with the same names.
-            known = (not self._every_replica or handle.is_cut) and (
-                bool(placements) and self._everyone.is_all_holders_of(placements[0])
-            )
-            self._kept_equal[key] = known
-        return known
+def _placements_of(handle: Handle) -> Placements:
+    originals = handle.originals
+    return (originals[0].placement,) if len(originals) == 1 else tuple([each.placement for each in originals])
 
 
-def _live_param(param: LocalParam, summary: Summary | None, prints: _Prints | None, what: str) -> LiveParam:
+def _live_param(
+    param: LocalParam, placements: Placements, summary: Summary | None, fingerprint: str, what: str
+) -> LiveParam:
     named = param.named
     handle = named.handle
-    originals = handle.originals
-    placements = (originals[0].placement,) if len(originals) == 1 else tuple([each.placement for each in originals])
     return LiveParam(
         fqns=named.fqns,
         placements=placements,
@@ -388,7 +370,7 @@ def _live_param(param: LocalParam, summary: Summary | None, prints: _Prints | No
         collected=handle.collected,
         summary=summary,
         what=what,
-        fingerprint=prints.of(param, placements) if prints is not None else "",
+        fingerprint=fingerprint,
         loose=handle.loose,
         fused=handle.fused,
     )

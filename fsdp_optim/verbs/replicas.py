@@ -21,7 +21,8 @@ from fsdp_optim.layout.once import once_each
 from fsdp_optim.options import OnReplicaMismatch
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.merged.global_state import GlobalState, Param
-from fsdp_optim.state.merged.replicas import STATE, not_replicas, print_of_state, print_of_value
+from fsdp_optim.state.merged.prints import print_of_state
+from fsdp_optim.state.merged.replicas import STATE, not_replicas, print_of_value
 from fsdp_optim.state.values.classes import innermost
 from fsdp_optim.state.values.summary import Summary
 from fsdp_optim.transport.agree import MeetingResult, agree, all_equal, all_gather_bytes, exchange_reports

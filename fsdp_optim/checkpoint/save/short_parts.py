@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy
 import torch
 
-from fsdp_optim.checkpoint.common.local_extents import bytes_of, ranges_of
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.checkpoint.common.local_extents import ranges_of
 from fsdp_optim.formats.base.packed import PackedExtents
 from fsdp_optim.plan import Copy
-from fsdp_optim.tensors.allocation import empty
+from fsdp_optim.tensors.side_by_side import side_by_side
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 SHORT_NBYTES = 32 << 10
 """The most bytes of a local tensor that is copied with others. Longer ones are written from where they are."""
-
-_CPU = torch.device("cpu")
 
 
 class Kind(NamedTuple):
@@ -76,7 +73,7 @@ class ShortParts:
         begins, kinds = numpy.array(self._begins, numpy.int64), [kind for _, kind in self._kinds.values()]
         of_kind = numpy.array(self._of_kind, numpy.intp)
         of_part = numpy.array([kind.part_nbytes for kind in kinds], numpy.int64)[of_kind]
-        memory, bases = _side_by_side(self._parts, of_part)
+        memory, bases = side_by_side(self._parts, of_part)
         # One row for each range of each value: `of` is the value, `row` the range among those of all kinds.
         lengths = numpy.array([len(kind.nbytes) for kind in kinds], numpy.int64)
         counts = lengths[of_kind]
@@ -86,47 +83,3 @@ class ShortParts:
         sources = numpy.concatenate([kind.sources for kind in kinds])
         nbytes = numpy.concatenate([kind.nbytes for kind in kinds])
         return PackedExtents.of(begins[of] + targets[row], nbytes[row], bases[of] + sources[row], memory)
-
-
-def _side_by_side(parts: Sequence[torch.Tensor], nbytes: Numbers) -> tuple[memoryview, Numbers]:
-    """Return a copy of the elements of some tensors on the host, row-major, and the byte at which those of each begin.
-
-    `nbytes`: of each tensor.
-    Tensors of one dtype on one device that have the same shape but for the first dimension are copied in one call of torch.
-    """
-    groups: dict[tuple[torch.dtype, torch.device, tuple[int, ...] | None], list[int]] = {}
-    last, group_of_last = None, list[int]()
-    for number, part in enumerate(parts):
-        alike = part.dtype, part.device, part.shape
-        if alike != last:  # neighbours are mostly alike, and take longer to hash than to compare
-            dtype, device, shape = last = alike
-            group_of_last = groups.setdefault((dtype, device, shape[1:] if shape else None), [])
-        group_of_last.append(number)
-    buffer = empty((int(nbytes.sum()),), torch.uint8, _CPU)
-    bases, at = numpy.zeros(len(parts), numpy.int64), 0
-    by_size = sorted(groups, key=lambda group: -group[0].itemsize)  # so that each begins at a multiple of its size
-    with torch.no_grad():
-        for group in by_size:
-            dtype, device, rest = group
-            numbers = numpy.array(groups[group], numpy.intp)
-            sizes = nbytes[numbers]
-            bases[numbers] = at + sizes.cumsum() - sizes
-            stop = at + int(sizes.sum())
-            target = buffer[at:stop].view(dtype)
-            tensors = [parts[number] for number in groups[group]]
-            if stop == at:
-                continue
-            if rest is None:
-                target.copy_(torch.stack(tensors))
-            elif device.type == "cpu":
-                made = target.view(-1, *rest)
-                num = len(made)
-                torch.cat(tensors, out=made)
-                if len(made) != num:  # torch gives `made` other memory then
-                    raise CheckpointError(
-                        f"values of {dtype} are of another size than the model says: {num}, {len(made)}"
-                    )
-            else:
-                target.view(-1, *rest).copy_(torch.cat(tensors))
-            at = stop
-    return bytes_of(buffer), bases

@@ -1,11 +1,10 @@
-"""The fingerprints by which ranks compare replicas, and the error for replicas that differ."""
+"""What replicas are compared by, and the error for replicas that differ."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-import xxhash
 
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.state.live.local import LocalParam
@@ -20,22 +19,6 @@ STATE, ELEMENTS = "state", "elements"
 """The compared content: an optimizer's state (errors name the values), or the elements of a model."""
 
 _EXAMPLE = " (BatchNorm statistics of each rank, for example)"
-
-
-def print_of_state(param: LocalParam, rank: int) -> str:
-    """Return a fingerprint of this rank's state of one live parameter, without padding.
-
-    Values that are cut among the ranks with the same shard of the parameter are left out, because they are not replicas. The
-    order in which an optimizer made its values makes no difference.
-    """
-    prints = []
-    state = param.state or {}
-    for name in sorted(state, key=repr):
-        if not _is_cut_among_replicas(param.handle, state[name], rank):
-            prints.append((name, print_of_value(param, name, rank)))
-    if all(type(name) is str for name, _ in prints):
-        return xxhash.xxh3_128_hexdigest(repr(prints).encode())  # nearly always
-    return fingerprint_of(prints)
 
 
 def print_of_value(param: LocalParam, name: str, rank: int) -> str:
@@ -62,9 +45,9 @@ def elements_of(handle: Handle, value: torch.Tensor, rank: int) -> torch.Tensor:
     return held if shard is None else held[: len(held) - handle.num_padded[shard]]
 
 
-def _is_cut_among_replicas(handle: Handle, value: object, rank: int) -> bool:
+def is_cut_among_replicas(handle: Handle, value: object, rank: int) -> bool:
     """Return whether ranks with the same shard of the parameter hold different shards of a value."""
-    if not isinstance(value, torch.Tensor) or handle.is_held(value) or not handle.is_marked(value):
+    if not isinstance(value, torch.Tensor) or not handle.is_marked(value) or handle.is_held(value):
         return False
     where, placement = handle.placement_of(value), handle.originals[0].placement
     shard = placement.shard_of(rank)

@@ -1,0 +1,153 @@
+"""The fingerprints of this rank's replicas, which its report has, so that ranks see where theirs differ."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy
+import torch
+import xxhash
+
+from fsdp_optim.layout import Placement, RankSet
+from fsdp_optim.state.live.local import LocalParam
+from fsdp_optim.state.merged.replicas import elements_of, is_cut_among_replicas, print_of_value
+from fsdp_optim.state.values.same import fingerprint_of
+from fsdp_optim.tensors.memory import is_plain
+from fsdp_optim.tensors.side_by_side import side_by_side
+from fsdp_optim.view import Handle
+
+_TOGETHER, _TOGETHER_NBYTES = 8192, 4 << 20  # small values, before their digests are made
+_SMALL_NBYTES = 32 << 10
+_SMALL_DTYPES = frozenset(
+    [
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    ]
+)
+_Told: TypeAlias = "tuple[Any, torch.dtype, torch.Size] | tuple[Any, str]"
+"""The name of a value with the dtype and shape of a small tensor, or with the fingerprint of any other."""
+
+Placements: TypeAlias = "tuple[Placement, ...]"
+"""Of the original parameters of a live one."""
+
+
+class ReplicaPrints:
+    """The fingerprints of parameters whose replicas no wrapper keeps equal."""
+
+    def __init__(self, rank: int, ranks: tuple[int, ...], *, every_replica: bool) -> None:
+        """`ranks`: all of the call. `every_replica`: also of replicas that a wrapper keeps equal."""
+        self._rank, self._everyone = rank, RankSet(ranks)
+        self._every_replica = every_replica
+        self._kept_equal: dict[
+            tuple[int, ...] | int, bool
+        ] = {}  # by the ids of placements, which the Handles keep unique
+
+    def of_each(self, params: Sequence[LocalParam], placements: Sequence[Placements]) -> Iterator[str]:
+        """Yield the fingerprint of the state of each parameter; "" where replicas need none."""
+        needed = [self._are_needed(param, where) for param, where in zip(params, placements, strict=True)]
+        prints = prints_of_states(itertools.compress(params, needed), self._rank)
+        return (next(prints) if is_needed else "" for is_needed in needed)
+
+    def _are_needed(self, param: LocalParam, placements: Placements) -> bool:
+        handle = param.handle
+        return handle.collected and not (handle.synchronized and self._are_equal(handle, placements))
+
+    def _are_equal(self, handle: Handle, placements: Placements) -> bool:
+        key = tuple(map(id, placements)) if len(placements) > 1 else id(placements[0]) if placements else 0
+        known = self._kept_equal.get(key)
+        if known is None:
+            # A wrapper keeps the shards of its own group consistent, but not those of another group with the same names.
+            known = (not self._every_replica or handle.is_cut) and (
+                bool(placements) and self._everyone.is_all_holders_of(placements[0])
+            )
+            self._kept_equal[key] = known
+        return known
+
+
+def print_of_state(param: LocalParam, rank: int) -> str:
+    """Return a fingerprint of this rank's state of one live parameter, without padding.
+
+    Values that are cut among the ranks with the same shard of the parameter are left out, because they are not replicas. The
+    order in which an optimizer made its values makes no difference.
+    """
+    return next(prints_of_states([param], rank))
+
+
+def prints_of_states(params: Iterable[LocalParam], rank: int) -> Iterator[str]:
+    """Yield the same of each of some parameters. The bytes of small values are digested from memory that many share."""
+    batch = _Batch()
+    for param in params:
+        batch.add(param, rank)
+        if batch.is_full:
+            yield from batch.prints()
+            batch = _Batch()
+    yield from batch.prints()
+
+
+class _Batch:
+    """Parameters whose fingerprints are made together."""
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+        self._parts: list[torch.Tensor] = []
+        self._of_params: list[tuple[tuple[_Told, ...], int]] = []
+        self._heads: dict[tuple[_Told, ...], bytes] = {}
+        self._orders: dict[tuple[Any, ...], list[Any]] = {}
+
+    @property
+    def is_full(self) -> bool:
+        return self._nbytes >= _TOGETHER_NBYTES or len(self._parts) >= _TOGETHER
+
+    def add(self, param: LocalParam, rank: int) -> None:
+        handle, state = param.handle, param.state or {}
+        names = tuple(state)
+        order = self._orders.get(names)
+        if order is None:
+            order = self._orders[names] = sorted(names, key=repr)
+        told = list[_Told]()
+        for name in order:
+            value = state[name]
+            if is_cut_among_replicas(handle, value, rank):
+                continue
+            small = _small_of(handle, value, rank)
+            if small is None:
+                told.append((name, print_of_value(param, name, rank)))
+            else:
+                told.append((name, small.dtype, small.shape))
+                self._parts.append(small)
+                self._nbytes += small.nbytes
+        self._of_params.append((tuple(told), len(self._parts)))
+
+    def prints(self) -> Iterator[str]:
+        """Yield the fingerprint of each parameter, in order."""
+        sizes = numpy.array([part.nbytes for part in self._parts], numpy.int64)
+        memory, bases = side_by_side(self._parts, sizes)
+        ranges, first = list(zip(bases.tolist(), (bases + sizes).tolist(), strict=True)), 0
+        for told, last in self._of_params:
+            head = self._heads.get(told)
+            if head is None:
+                head = self._heads[told] = _head_of(told)
+            digest = xxhash.xxh3_128(head)
+            for start, stop in ranges[first:last]:
+                digest.update(memory[start:stop])
+            first = last
+            yield digest.hexdigest()
+
+
+def _head_of(told: Sequence[_Told]) -> bytes:
+    """Return what a fingerprint says of values before the bytes of the small ones."""
+    shown = [(name, *(str(each) for each in about)) for name, *about in told]
+    if all(type(name) is str for name, *_ in shown):
+        return repr(shown).encode()  # nearly always
+    return fingerprint_of(shown).encode()
+
+
+def _small_of(handle: Handle, value: object, rank: int) -> torch.Tensor | None:
+    """Return this rank's elements of a small tensor on the host; None for any other value, on all replicas alike."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    held = elements_of(handle, value, rank)
+    is_usual = is_plain(held) and held.dtype in _SMALL_DTYPES and held.layout is torch.strided
+    return held if is_usual and held.is_cpu and held.nbytes <= _SMALL_NBYTES and not held.is_nested else None

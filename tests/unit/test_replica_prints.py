@@ -1,0 +1,112 @@
+"""The fingerprints of replicas: equal for equal values, whatever memory they are in, and different for any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_optim.layout import Whole
+from fsdp_optim.state.live import LocalParam
+from fsdp_optim.state.merged import prints
+from fsdp_optim.state.merged.prints import print_of_state, prints_of_states
+from fsdp_optim.view import Handle, NamedHandle, Original
+
+SHAPE = (4, 6)
+
+
+def param_of(state: dict[Any, Any] | None, shape: tuple[int, ...] = SHAPE) -> LocalParam:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(shape))
+    handle = Handle(
+        param=module.weight, originals=(Original(module, "weight", Whole(shape, (0, 1))),), local_shape=shape
+    )
+    return LocalParam(0, 0, NamedHandle(handle, ("a",)), state)
+
+
+def moments(seed: int = 0) -> dict[Any, Any]:
+    torch.manual_seed(seed)
+    return {"step": torch.tensor(3.0), "exp_avg": torch.randn(SHAPE), "exp_avg_sq": torch.randn(SHAPE)}
+
+
+def in_other_memory(value: torch.Tensor) -> list[torch.Tensor]:
+    """The same elements: transposed, with gaps, as a Parameter, with a gradient, and negated twice without a copy."""
+    wide = torch.zeros(*SHAPE, 2)
+    wide[..., 0] = value
+    lazily = torch.complex(torch.zeros_like(value), -value).conj().imag
+    assert lazily.is_neg()
+    return [
+        value.t().contiguous().t(),
+        wide[..., 0],
+        nn.Parameter(value.clone()),
+        value.clone().requires_grad_(),
+        lazily,
+    ]
+
+
+def test_the_memory_and_the_order_of_values_make_no_difference():
+    state = moments()
+    wanted = print_of_state(param_of(state), 0)
+    assert print_of_state(param_of(dict(reversed(state.items()))), 0) == wanted
+    for value in in_other_memory(state["exp_avg"]):
+        assert print_of_state(param_of({**state, "exp_avg": value}), 0) == wanted
+
+
+def flipped(value: torch.Tensor, at: int) -> torch.Tensor:
+    """The value with another lowest bit of one byte."""
+    other = value.clone()
+    other.view(-1).view(torch.uint8)[at] ^= 1
+    return other
+
+
+@pytest.mark.parametrize("name", ["step", "exp_avg", "exp_avg_sq"])
+def test_each_bit_makes_a_difference(name):
+    state = moments()
+    last = state[name].nbytes - 1
+    others = [{**state, name: flipped(state[name], at)} for at in sorted({0, last // 2, last})]
+    assert len({print_of_state(param_of(each), 0) for each in (state, *others)}) == len(others) + 1
+
+
+def test_what_bytes_do_not_show_makes_a_difference():
+    zeros = torch.zeros(SHAPE)
+    states = [
+        {"a": zeros},
+        {"b": zeros},
+        {"a": zeros.to(torch.int32)},
+        {"a": zeros.view(6, 4)},
+        {"a": zeros.double()[:2]},
+        {"a": zeros[:2], "b": zeros[2:]},
+        {"a": zeros, "b": torch.zeros(0)},
+        {"a": torch.zeros(())},
+        {"a": torch.zeros(1)},
+        {"a": 0.0},
+        {"a": zeros.tolist()},
+        {"a": zeros.to_sparse()},
+        {"a": zeros.to(torch.complex64)},
+        {1: zeros},
+        {},
+    ]
+    assert len({print_of_state(param_of(state), 0) for state in states}) == len(states)
+
+
+@pytest.mark.parametrize(("together", "nbytes"), [(1, 1 << 20), (5, 1 << 20), (1000, 100), (1000, 1 << 20)])
+def test_many_parameters_have_the_prints_that_each_has_alone(monkeypatch, together, nbytes):
+    """Small and large values, several dtypes, values that are no tensors, none at all, and padding."""
+    monkeypatch.setattr(prints, "_TOGETHER", together)
+    monkeypatch.setattr(prints, "_TOGETHER_NBYTES", nbytes)
+    states = [
+        *map(moments, range(5)),
+        None,
+        {},
+        {"momentum": torch.randn(SHAPE).bfloat16(), "flag": torch.tensor(True), "count": 7},
+        {"large": torch.randn(10_000), "step": torch.tensor(1)},
+        {"none": torch.zeros(0, 3)},
+        *map(moments, range(5)),
+    ]
+    params = [param_of(state) for state in states]
+    alone = [print_of_state(param, 0) for param in params]
+    assert list(prints_of_states(params, 0)) == alone
+    assert alone[:5] == alone[-5:]
+    assert len(set(alone)) == len(states) - 5 - 1  # None is no state, as {} is
