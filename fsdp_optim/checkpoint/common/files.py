@@ -53,8 +53,8 @@ def planned_files(
     tensors = {half: [planned(value) for value in half_values] for half, half_values in values.items()}
     # Made before the writer has the lists, which it may change: `made` keeps the ids unique.
     made = [tensor for half in values for tensor in tensors[half]]
-    of_tensor = dict(zip(map(id, made), (value for half in values for value in values[half]), strict=True))
     plans = writer.files(tensors, shared, most_nbytes=most_nbytes, num_ranks=num_ranks)
+    of_tensor = dict(zip(map(id, made), (value for half in values for value in values[half]), strict=True))
     if all(id(tensor) in of_tensor for plan in plans for tensor in plan.tensors):  # nearly always
         return [File(plan, tuple([of_tensor[id(tensor)] for tensor in plan.tensors])) for plan in plans]
     by_key = {(half, value.stored_name): value for half, half_values in values.items() for value in half_values}

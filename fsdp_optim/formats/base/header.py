@@ -94,9 +94,12 @@ class Header:
                 texts.clear()
         if texts or not joined:
             joined.append(",".join(texts).encode())
-        text = b",".join(joined)
-        spaces = b" " * (-(len(text) + 2) % _ALIGNMENT)
-        return b"%s{%s}%s" % (_LENGTH.pack(len(text) + 2 + len(spaces)), text, spaces)
+        length = sum(map(len, joined)) + len(joined) - 1 + len("{}")
+        spaces = b" " * (-length % _ALIGNMENT)
+        # One copy of all: for many tensors this is the most memory of a save.
+        joined[0] = _LENGTH.pack(length + len(spaces)) + b"{" + joined[0]
+        joined[-1] += b"}" + spaces
+        return b",".join(joined)
 
     def files_within(self, most_nbytes: int, others: Mapping[str, str]) -> Iterator[int]:
         """How many of the tensors, in their order, are in each file, so that a file has at most `most_nbytes` with its header,

@@ -26,7 +26,7 @@ _SMALL_DTYPES = frozenset(
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     ]
 )
-_Told: TypeAlias = "tuple[Any, torch.dtype, torch.Size] | tuple[Any, str]"
+_Described: TypeAlias = "tuple[Any, torch.dtype, torch.Size] | tuple[Any, str]"
 """The name of a value with the dtype and shape of a small tensor, or with the fingerprint of any other."""
 
 Placements: TypeAlias = "tuple[Placement, ...]"
@@ -47,6 +47,8 @@ class ReplicaPrints:
     def of_each(self, params: Sequence[LocalParam], placements: Sequence[Placements]) -> Iterator[str]:
         """Yield the fingerprint of the state of each parameter; "" where replicas need none."""
         needed = [self._are_needed(param, where) for param, where in zip(params, placements, strict=True)]
+        if not any(needed):
+            return itertools.repeat("", len(needed))
         prints = prints_of_states(itertools.compress(params, needed), self._rank)
         return (next(prints) if is_needed else "" for is_needed in needed)
 
@@ -92,8 +94,8 @@ class _Batch:
     def __init__(self) -> None:
         self._nbytes = 0
         self._parts: list[torch.Tensor] = []
-        self._of_params: list[tuple[tuple[_Told, ...], int]] = []
-        self._heads: dict[tuple[_Told, ...], bytes] = {}
+        self._of_params: list[tuple[tuple[_Described, ...], int]] = []
+        self._heads: dict[tuple[_Described, ...], bytes] = {}
         self._orders: dict[tuple[Any, ...], list[Any]] = {}
 
     @property
@@ -106,29 +108,29 @@ class _Batch:
         order = self._orders.get(names)
         if order is None:
             order = self._orders[names] = sorted(names, key=repr)
-        told = list[_Told]()
+        described = list[_Described]()
         for name in order:
             value = state[name]
             if is_cut_among_replicas(handle, value, rank):
                 continue
             small = _small_of(handle, value, rank)
             if small is None:
-                told.append((name, print_of_value(param, name, rank)))
+                described.append((name, print_of_value(param, name, rank)))
             else:
-                told.append((name, small.dtype, small.shape))
+                described.append((name, small.dtype, small.shape))
                 self._parts.append(small)
                 self._nbytes += small.nbytes
-        self._of_params.append((tuple(told), len(self._parts)))
+        self._of_params.append((tuple(described), len(self._parts)))
 
     def prints(self) -> Iterator[str]:
         """Yield the fingerprint of each parameter, in order."""
         sizes = numpy.array([part.nbytes for part in self._parts], numpy.int64)
         memory, bases = side_by_side(self._parts, sizes)
         ranges, first = list(zip(bases.tolist(), (bases + sizes).tolist(), strict=True)), 0
-        for told, last in self._of_params:
-            head = self._heads.get(told)
+        for described, last in self._of_params:
+            head = self._heads.get(described)
             if head is None:
-                head = self._heads[told] = _head_of(told)
+                head = self._heads[described] = _head_of(described)
             digest = xxhash.xxh3_128(head)
             for start, stop in ranges[first:last]:
                 digest.update(memory[start:stop])
@@ -136,9 +138,9 @@ class _Batch:
             yield digest.hexdigest()
 
 
-def _head_of(told: Sequence[_Told]) -> bytes:
+def _head_of(described: Sequence[_Described]) -> bytes:
     """Return what a fingerprint says of values before the bytes of the small ones."""
-    shown = [(name, *(str(each) for each in about)) for name, *about in told]
+    shown = [(name, *(str(each) for each in about)) for name, *about in described]
     if all(type(name) is str for name, *_ in shown):
         return repr(shown).encode()  # nearly always
     return fingerprint_of(shown).encode()
