@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from kit.adapters import Claiming
 from kit.compare import check_refused, error_text
 from kit.installed import installed
 from kit.masters import Mixed, MixedAdapter
@@ -20,10 +21,9 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import WrapperError, registry
-from fsdp_optim.adapters import Adapter, ModelReader, all_adapters, use_adapters
+from fsdp_optim.adapters import ModelReader, all_adapters, use_adapters
 from fsdp_optim.adapters.known import built_in_adapters
-from fsdp_optim.layout import Whole
-from fsdp_optim.plugins import Handle, Original
+from fsdp_optim.plugins import Handle
 from fsdp_optim.testing import run_on_ranks
 
 ADAPTERS = Path(fsdp_optim.__file__).parent / "adapters"
@@ -47,22 +47,13 @@ def broken():
 """
 
 
-class Claims(Adapter):
+class Claims(Claiming):
     """An adapter that claims every parameter of a Linear."""
 
     name = "Claims"
 
-    def is_present(self) -> bool:
-        return True
-
-    def rank_sets(self, tree: Any) -> Iterable[Any]:
-        return ()
-
-    def handles(self, tree: Any, ranks: Any, claimed: Any) -> Iterable[Handle]:
-        for param, ((module, attribute), *_) in tree.params():
-            if isinstance(module, nn.Linear):
-                shape = tuple(param.shape)
-                yield Handle(param, (Original(module, attribute, Whole(shape, ranks)),), shape, loose=True)
+    def __init__(self) -> None:
+        super().__init__(nn.Linear)
 
 
 class Absent(Claims):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import tempfile
 import unittest
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
+from kit.adapters import Claiming
 from kit.compare import check_same
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
 
 import fsdp_optim
-from fsdp_optim.adapters import Adapter, use_adapters
+from fsdp_optim.adapters import use_adapters
 from fsdp_optim.layout import Whole
 from fsdp_optim.plugins import Handle, Original
 from fsdp_optim.testing import run_on_ranks
@@ -43,26 +43,6 @@ class OwnForm(Handle):
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
         self.shapes.append(flat.shape)
         return torch.cat(torch.split(flat, 1)).view(self.local_shape)
-
-
-class OfClass(Adapter):
-    """An adapter that claims all parameters with Handles of one class."""
-
-    name = "OfClass"
-
-    def __init__(self, handle: type[Handle]) -> None:
-        self._handle = handle
-
-    def is_present(self) -> bool:
-        return True
-
-    def rank_sets(self, tree: Any) -> Iterable[Any]:
-        return ()
-
-    def handles(self, tree: Any, ranks: Any, claimed: Any) -> Iterable[Handle]:
-        for param, ((module, attribute), *_) in tree.params():
-            shape = tuple(param.shape)
-            yield self._handle(param, (Original(module, attribute, Whole(shape, ranks)),), shape, loose=True)
 
 
 def handle_of(param: torch.Tensor, cls: type[Handle] = Handle) -> Handle:
@@ -119,7 +99,11 @@ class LoadTest(unittest.TestCase):
 
     def test_handles_with_methods_of_their_own_get_flat_tensors(self) -> None:
         for cls in (OwnInstall, OwnForm):
-            with self.subTest(cls.__name__), tempfile.TemporaryDirectory() as folder, use_adapters([OfClass(cls)]):
+            with (
+                self.subTest(cls.__name__),
+                tempfile.TemporaryDirectory() as folder,
+                use_adapters([Claiming(handle=cls)]),
+            ):
                 model, optim = trained(0)
                 fsdp_optim.save(Path(folder) / "saved", model, optim)
                 other, _ = trained(1)
