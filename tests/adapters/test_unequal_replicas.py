@@ -69,7 +69,24 @@ def notes_apart() -> tuple[str, str]:
         return error_text(lambda: trained.gather(None))
 
 
+def beside_ddp(inside_first: bool) -> tuple[str, str]:
+    """Gather a model with two layers of one shape: DDP keeps one equal, nothing the other, which each rank has for itself."""
+    layers = {"inside": in_ddp(nn.Linear(3, 2)), "outside": nn.Linear(3, 2)}
+    model = nn.ModuleDict(dict(sorted(layers.items(), reverse=not inside_first)))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optim.step()
+    optim.state[layers["outside"].weight]["momentum_buffer"].add_(dist.get_rank())
+    return error_text(lambda: gather_full_optim_state_dict(model, optim, None))
+
+
 class ApartTest(unittest.TestCase):
+    @parameterized.expand([(True,), (False,)])
+    def test_a_layer_outside_ddp_is_not_taken_for_one_inside(self, inside_first: bool) -> None:
+        errors = run_on_ranks(beside_ddp, 2, inside_first)
+        check_refused("beside", errors, "StateError", "outside.weight", "on_replica_mismatch")
+
     @parameterized.expand([(kind,) for kind in WRAPS])
     def test_torch_does_not_keep_them_equal(self, kind: str) -> None:
         check_refused(kind, run_on_ranks(hybrid_apart, 2, kind), "StateError", "exp_avg", "on_replica_mismatch")
