@@ -116,12 +116,8 @@ class DTensorHandle(Handle):
         if type(value) is torch.Tensor or not is_dtensor(value):
             return super().sort_of(value)
         local = value._local_tensor
-        return (
-            id(value._spec),
-            local.dtype,
-            type(local),
-            local.shape,
-        )  # of another dtype it is refused (`is_usual_dtensor`)
+        # A DTensor of another dtype than its local tensor is refused (`is_usual_dtensor`).
+        return id(value._spec), local.dtype, type(local), local.shape
 
     def placement_of(self, value: torch.Tensor) -> Where | None:
         if not is_dtensor(value) or not is_plain(local_of(value)):

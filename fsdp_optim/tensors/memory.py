@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from fsdp_optim.plan import Copy
-from fsdp_optim.tensors.rearranged import AT_ONCE_NBYTES, rearrange
+from fsdp_optim.tensors.rearranged import rearrange
 from fsdp_optim.tensors.transposed import copy_transposed
 
 T = TypeVar("T")
@@ -251,11 +251,8 @@ def laid_out_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     strides = torch.empty_like(like, device="meta", memory_format=torch.preserve_format).stride()
     if strides == value.stride():
         return value
-    rearranged = flat.as_strided(like.shape, strides)
-    if value.nbytes <= AT_ONCE_NBYTES:
-        return rearranged.copy_(value.clone())
     rearrange(flat, like.shape, sorted(range(like.dim()), key=lambda dim: -strides[dim]))
-    return rearranged
+    return flat.as_strided(like.shape, strides)
 
 
 def detached_copy(value: Any) -> Any:

@@ -12,8 +12,7 @@ from math import gcd, prod
 
 import torch
 
-AT_ONCE_NBYTES = 8 << 20
-"""Up to here a copy is made: it takes a tenth of the time."""
+_AT_ONCE_NBYTES = 8 << 20  # up to here a copy is made: it takes a tenth of the time
 _SCRATCH_NBYTES = 1 << 20  # of columns or rows of a larger matrix, at least one
 _SCRATCH_SHARE = 64  # of the largest: few columns at a time would use little of each cache line
 _INDEX_NBYTES = 16  # of an element that is moved: its place, twice where this is computed
@@ -21,11 +20,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def rearrange(flat: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> None:
-    """Rearrange the elements of a tensor of `shape`, which are contiguous in `flat` in row-major order.
+    """Rearrange the elements of a tensor of `shape`, which are contiguous in `flat`, of any shape, in row-major order.
 
     `order`: the dimensions as memory has them afterwards, the outermost first.
     """
-    if not flat.numel():
+    if flat.nbytes <= _AT_ONCE_NBYTES:  # nearly always
+        value = flat.view(tuple(shape)).permute(tuple(order))
+        flat.view(-1).copy_(value.clone(memory_format=torch.contiguous_format).view(-1))
         return
     itemsize = min(flat.itemsize, 8)
     elements = flat.view(_INTEGERS[itemsize])  # all dtypes can be copied so, and not all can be indexed
@@ -48,14 +49,15 @@ def rearrange(flat: torch.Tensor, shape: Sequence[int], order: Sequence[int]) ->
 def _transpose(matrices: torch.Tensor) -> None:
     """Transpose the two middle dimensions of a contiguous tensor where it is."""
     outer, rows, columns, inner = matrices.shape
-    num = AT_ONCE_NBYTES // max(matrices[0].nbytes, 1)
+    num = _AT_ONCE_NBYTES // matrices[0].nbytes
     if not num:
         for matrix in matrices:
             _transpose_large(matrix)
         return
+    memory = torch.empty_like(matrices[:num])
     for first in range(0, outer, num):
         some = matrices[first : first + num]
-        some.view(-1, columns, rows, inner).copy_(some.clone().transpose(1, 2))
+        some.view(-1, columns, rows, inner).copy_(memory[: len(some)].copy_(some).transpose(1, 2))
 
 
 def _transpose_large(matrix: torch.Tensor) -> None:

@@ -17,11 +17,11 @@ SHAPES = [(), (5,), (1, 7), (6, 4), (4, 6), (5, 7), (16, 8), (0, 3), (3, 1, 4), 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex128]
 
 
-@pytest.mark.parametrize("scratch", [1, 64, 1 << 20])
+@pytest.mark.parametrize(("at_once", "scratch"), [(0, 1), (7, 64), (7, 1 << 20), (100, 64), (200, 1)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_order_of_dimensions_is_what_a_copy_has(monkeypatch, shape, scratch):
-    """Large matrices are those of one element here; a scratch of one byte makes each pass go over one column or row."""
-    monkeypatch.setattr(rearranged, "AT_ONCE_NBYTES", 7)
+def test_every_order_of_dimensions_is_what_a_copy_has(monkeypatch, shape, at_once, scratch):
+    """A matrix of one element is a large one here; a scratch of one byte makes each pass go over one column or row."""
+    monkeypatch.setattr(rearranged, "_AT_ONCE_NBYTES", at_once)
     monkeypatch.setattr(rearranged, "_SCRATCH_NBYTES", scratch)
     monkeypatch.setattr(rearranged, "_SCRATCH_SHARE", 1 << 30)
     before = torch.arange(prod(shape))
@@ -34,7 +34,7 @@ def test_every_order_of_dimensions_is_what_a_copy_has(monkeypatch, shape, scratc
 @pytest.mark.parametrize("at_once", [7, 100])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_of_each_dtype_keep_their_bits(monkeypatch, dtype, at_once):
-    monkeypatch.setattr(rearranged, "AT_ONCE_NBYTES", at_once)
+    monkeypatch.setattr(rearranged, "_AT_ONCE_NBYTES", at_once)
     nbytes = torch.randint(0, 2 if dtype is torch.bool else 256, (6 * 4 * 5 * dtype.itemsize,), dtype=torch.uint8)
     flat = nbytes.clone().view(dtype)
     rearranged.rearrange(flat, (6, 4, 5), (2, 0, 1))

@@ -25,7 +25,7 @@ from fsdp_optim.formats.base.index import CheckpointIndex, StoredExtra
 from fsdp_optim.formats.base.protocols import COMMON, Reader, StoredTensor
 from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.layout import Shape
-from fsdp_optim.layout.views import View
+from fsdp_optim.layout.views import View, ViewsByName
 from fsdp_optim.options import Views
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.torch_trees import GROUPS, PARAMS, STATE, OptimFace, Place, ReadFace, in_face
@@ -52,6 +52,11 @@ class TreeViews:
         return SeenTree(reader, self, MappedFiles()) if self.views else reader
 
     @cached_property
+    def by_name(self) -> ViewsByName:
+        """The Views by the names of fused parameters."""
+        return ViewsByName(self.views)
+
+    @cached_property
     def through(self) -> Through:
         """The Views, those of live names read the other way."""
         is_live = {view: any(map(view.matches, self.live)) for view in self.views}
@@ -59,12 +64,11 @@ class TreeViews:
 
     def check_used(self, where: str, names: frozenset[str]) -> None:
         """Refuse a View of no name, neither in the live model's dict nor in the checkpoint's."""
-        for view in self.views:
-            if not any(view.matches(name) or view.has_part(name) for name in (*self.live, *names)):
-                raise StateError(
-                    f"{view}: no tensor in the model's dict, and none in that of {where}, has its name, or the name of one of "
-                    "its parts: compare it with the names there, or leave the View out"
-                )
+        for view in self.by_name.unmatched(self.live | names):
+            raise StateError(
+                f"{view}: no tensor in the model's dict, and none in that of {where}, has its name, or the name of one of "
+                "its parts: compare it with the names there, or leave the View out"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +113,7 @@ class SeenTree(Reader):
 
     def _fused_in(self, names: Iterable[str]) -> Iterator[str]:
         """Yield the names of fused parameters among those of an optimizer, whose weights a program's own hooks may have cut."""
-        return (name for name in names if any(view.matches(name) for view in self.views.views))
+        return filter(self.views.by_name.of, names)
 
     def _model(
         self, model: Mapping[str, Any], names: Seen, tensors: dict[str, StoredTensor]

@@ -96,7 +96,7 @@ class Header:
             joined.append(",".join(texts).encode())
         length = sum(map(len, joined)) + len(joined) - 1 + len("{}")
         spaces = b" " * (-length % _ALIGNMENT)
-        # One copy of all: for many tensors this is the most memory of a save.
+        # What comes before and after is joined to the ends: around the complete text it would take a copy of all.
         joined[0] = _LENGTH.pack(length + len(spaces)) + b"{" + joined[0]
         joined[-1] += b"}" + spaces
         return b",".join(joined)

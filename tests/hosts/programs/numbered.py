@@ -64,9 +64,8 @@ class Numbered:
         """Load a checkpoint into other values; its number. Raises `AssertionError` for a mixture of several."""
         self.set(-1)
         restored = fsdp_optim.load(path, self.model, self.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
-        is_new = (
-            dist.get_rank() >= restored.world_size
-        )  # of fewer ranks that saved, such as those that a lost host left
+        # Fewer ranks saved, such as those that a lost host left: a new one has no number of its own.
+        is_new = dist.get_rank() >= restored.world_size
         own_number = restored.state["number" if is_new else "own number"]
         numbers = {*self.numbers(), restored.state["number"], own_number, restored.step}
         if len(numbers) > 1:
