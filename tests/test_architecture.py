@@ -76,7 +76,7 @@ move: errors layout plan tensors transport
 view: errors layout tensors
 adapters: arguments errors layout layout.views options registry tensors view
 model_views: adapters errors layout layout.views options tensors view
-foreign: errors formats.base storage.base
+foreign: errors formats.base storage.base tensors
 formats.own: arguments errors formats.base results storage.base tensors
 state.values: errors layout tensors view
 foreign.archive: errors foreign formats.base layout storage.base tensors

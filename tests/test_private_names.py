@@ -62,9 +62,10 @@ PRIVATE_OF_TORCH = {
         "_schema",  # which arguments an operation writes into
         *("_c10d_functional", "_c10d_functional_autograd"),  # namespaces of collective operations
     },
-    "fsdp_optim.model_views.running": {"_metadata"},  # the versions of modules, beside a state dict
     "fsdp_optim.model_views.kinds": {"_WrappedHook"},  # what torch keeps a hook of load_state_dict() in
     "fsdp_optim.checkpoint.common.module_values": {"_version"},
+    # What modules add to a state dict, and the versions of their code, which are beside it.
+    "fsdp_optim.tensors.model_dict": {"_extra_state", "_metadata"},
     "fsdp_optim.checkpoint.proof.observed": {"_input_metadata"},  # the dtypes of a node of autograd's graph
     "fsdp_optim.state.values.classes": {"_optimizer"},  # of a wrapper around an optimizer
     "fsdp_optim.checkpoint.common.pending": {"_register_atexit"},  # of threading: before pools of threads end
@@ -79,8 +80,6 @@ PRIVATE_OF_TORCH = {
     },
     "fsdp_optim.foreign.per_rank.rank_tensors": {"_spec", "_rank"},
     "fsdp_optim.foreign.archive.torch_globals": {"_metadata"},  # the versions of modules, beside a state dict
-    "fsdp_optim.foreign.torch.reader": {"_metadata"},
-    "fsdp_optim.foreign.torch.roles": {"_extra_state"},  # the last part of the names of values that modules add
     "fsdp_optim.foreign.archive.torch_zip": {
         "_utils",
         "_rebuild_tensor_v2",

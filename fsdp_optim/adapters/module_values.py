@@ -14,15 +14,8 @@ from fsdp_optim.adapters.buffers import Near, Rename
 from fsdp_optim.adapters.state_dict_hooks import OF_TORCH, function_of, hooks_after, hooks_before, is_of
 from fsdp_optim.adapters.tree import ModuleTree, join
 from fsdp_optim.errors import StateError
+from fsdp_optim.tensors.model_dict import EXTRA, with_metadata
 from fsdp_optim.view import ModelView, ModuleValue, ModuleValues
-
-_EXTRA = "_extra_state"  # torch's key for the result of get_extra_state()
-
-
-def is_extra_state(name: str) -> bool:
-    """Return whether an entry of a state_dict() is the result of a module's get_extra_state()."""
-    return name.rpartition(".")[2] == _EXTRA
-
 
 _WRAPPERS = ("torch.distributed.", "torch.nn.parallel.", "torch._dynamo.", "fairscale.")
 
@@ -95,7 +88,7 @@ def _may_load_others(module: nn.Module) -> bool:
 
 
 def _is_restored(module: nn.Module, key: str) -> bool:
-    return _overrides(module, "_load_from_state_dict") or (key == _EXTRA and _overrides(module, "set_extra_state"))
+    return _overrides(module, "_load_from_state_dict") or (key == EXTRA and _overrides(module, "set_extra_state"))
 
 
 def _names_of_params(view: ModelView) -> dict[nn.Module, set[str]]:
@@ -112,9 +105,8 @@ def _names_of_params(view: ModelView) -> dict[nn.Module, set[str]]:
 def _saved(path: str, module: nn.Module) -> dict[str, Any]:
     """Return the entries that a module itself puts into a state_dict(), including parameters and buffers, not copied."""
     if not _overrides(module, "_save_to_state_dict"):
-        return {_EXTRA: _of_module(path, module, "get_extra_state")}
-    entries: OrderedDict[str, Any] = OrderedDict()
-    entries._metadata = OrderedDict()  # type: ignore[attr-defined]  # some modules read this attribute
+        return {EXTRA: _of_module(path, module, "get_extra_state")}
+    entries = with_metadata({}, {})  # some modules read this attribute
     _of_module(path, module, "_save_to_state_dict", [entries, "", True])
     return dict(entries)
 
@@ -136,8 +128,8 @@ def put(module: nn.Module, values: dict[str, Any], path: str, version: Any) -> N
 
     `version`: the version of the saved module's code.
     """
-    if set(values) == {_EXTRA} and not _overrides(module, "_load_from_state_dict"):
-        _of_module(path, module, "set_extra_state", [values[_EXTRA]])
+    if set(values) == {EXTRA} and not _overrides(module, "_load_from_state_dict"):
+        _of_module(path, module, "set_extra_state", [values[EXTRA]])
         return
     metadata = {} if version is None else {"version": version}
     missing: list[str] = []

@@ -184,6 +184,13 @@ class ModelReader:
         """Yield every module with its FQN. A wrapper has the FQN of the module inside it, and comes before it."""
         return ((self._tree.path(module), module) for module in self._tree.modules)
 
+    def versions(self) -> dict[str, Any]:
+        """Return the version of the code of each module by path, as `state_dict()` has it beside the entries.
+
+        That of a module counts, and not that of a wrapper around it.
+        """
+        return {path: getattr(module, "_version", None) for path, module in self._tree.every_path()}
+
     def stored_names(self) -> StoredNames | None:
         """Return how transformers renames the model's weights in its files; None where the files have the model's names."""
         return stored_names_of(self._tree.root.modules())

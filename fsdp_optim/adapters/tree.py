@@ -148,6 +148,11 @@ class ModuleTree:
         """Return the other paths to a module."""
         return (path for path, other in self._other_paths if other is module)
 
+    def every_path(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield each path and its module: all modules, and then the other paths to them. A wrapper comes before its module."""
+        yield from ((site.path, module) for module, site in self._sites.items())
+        yield from self._other_paths
+
     def index(self, module: nn.Module) -> int:
         return self._sites[module].index
 

@@ -51,7 +51,8 @@ def gather_full_model_state_dict(
     Returns:
         On recipients a dict of CPU tensors by FQN, in their original shapes and dtypes; on other ranks None. Tied weights are
         one tensor under all their names. The extra state of modules (`get_extra_state`) is under its names; buffers that are
-        not persistent are left out.
+        not persistent are left out. The versions of the code of modules are beside the entries, as torch has them: its
+        `load_state_dict()` gives them to the modules, and so does `scatter_full_model_state_dict`.
 
     Raises (the same on all ranks): WrapperError, StateError, RankError and RankTimeoutError, as `gather_full_optim_state_dict`.
     """

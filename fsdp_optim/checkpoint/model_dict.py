@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.adapters.module_values import is_extra_state
 from fsdp_optim.checkpoint.common import module_values
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, WEIGHT, check_not_empty, checked_weights_of
@@ -35,12 +34,16 @@ from fsdp_optim.results.calls import Incompatible
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.tensors.memory import detached_copy, dtype_name, flatten, is_plain
+from fsdp_optim.tensors.model_dict import is_extra_state, module_path, versions_beside, with_versions
 from fsdp_optim.transport.agree import agree, all_gather_bytes, exchange_reports
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import agree_on_state, collective_call
 from fsdp_optim.verbs.gather import Gathering, move_state
 from fsdp_optim.verbs.replicas import compare_shards
+
+_FIRST = 1
+"""The version of the code of a module that says nothing else (`torch.nn.Module._version`)."""
 
 
 def gather_model(model: Model, options: GatherArguments) -> dict[str, Any] | None:
@@ -73,12 +76,39 @@ def gather_model(model: Model, options: GatherArguments) -> dict[str, Any] | Non
         values = _copied(
             group, module_values.collect(group, local.module_values, global_state, recipients), global_state
         )
+        versions = _versions(group, reader, local.view.given_names)
         if group.rank not in recipients:
             return None
         full = {fqn: tensors[fqn, WEIGHT] for fqn in wanted}
         full |= {alias: full[fqn] for alias, fqn in local.view.aliases.items() if fqn in full}
         values |= {alias: values[fqn] for alias, fqn in local.module_values.aliases.items() if fqn in values}
-        return full | values
+        full |= values
+        return with_versions(full, {path: versions.get(path, _FIRST) for path in (*versions, *_modules_of(full))})
+
+
+def _versions(group: RankGroup, reader: ModelReader, given_names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the versions of the code of modules by path: all on this rank, and on other ranks those that are not the first one.
+
+    Called by all ranks.
+    """
+    own = reader.versions()
+    if given_names:  # which say where modules are called otherwise
+        paths = {module_path(fqn): module_path(name) for fqn, name in given_names.items()}
+        own = {paths[path]: version for path, version in own.items() if path in paths}
+    told = {path: version for path, version in own.items() if version != _FIRST and type(version) in (int, float, str)}
+    of_others: dict[str, Any] = {}
+    for report in exchange_reports(group, json.dumps(told).encode()):
+        of_others = {**json.loads(report), **of_others}  # that of the lowest rank counts
+    return {**own, **of_others}
+
+
+def _modules_of(names: Iterable[str]) -> set[str]:
+    """Return the paths of all modules around some tensors and other entries."""
+    paths, inner = set[str](), {*map(module_path, names)}
+    while inner:
+        paths |= inner
+        inner = {*map(module_path, inner)} - paths
+    return paths
 
 
 def _copied(group: RankGroup, values: Mapping[str, Any], global_state: GlobalState) -> dict[str, Any]:
@@ -201,13 +231,12 @@ def _checked(
             "source_rank"
         )
     tensors, values = dict[str, torch.Tensor](), dict[str, list[Any]]()
-    versions = getattr(full, "_metadata", None)  # of the modules' code, in what state_dict() returns
+    versions = versions_beside(full)
     for name, value in full.items():
         if not isinstance(name, str):
             raise StateError(f"{name!r}: the names in a full model dict must be str, not {type(name).__name__}")
         if is_extra_state(name) or name in of_modules or not isinstance(value, torch.Tensor):
-            of_module = versions.get(name.rpartition(".")[0]) if isinstance(versions, Mapping) else None
-            values[name] = [of_module.get("version") if isinstance(of_module, Mapping) else None, value]
+            values[name] = [versions.get(module_path(name)), value]
         elif not is_plain(value):
             raise StateError(
                 f"{name}: is a {type(value).__name__} on rank {rank}, which may have a part only: give full tensors, as "

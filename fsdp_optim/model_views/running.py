@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from fsdp_optim.adapters.state_dict_hooks import Hook, HookedModule, HookedUnit
 from fsdp_optim.errors import WrapperError, shortened
 from fsdp_optim.model_views.guard import Forbidden, Guard, untouched
+from fsdp_optim.tensors.model_dict import with_metadata
 
 
 class HookFailed(Exception):
@@ -130,11 +130,8 @@ def _guarded(unit: HookedUnit, hooked: HookedModule, hook: Hook, guard: Guard) -
 
 
 def _dict_of(unit: HookedUnit, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict as torch gives it to hooks, with the versions of modules beside it."""
-    state: OrderedDict[str, Any] = OrderedDict(given)
-    versions = OrderedDict((hooked.path, hooked.metadata) for hooked in unit.hooked)
-    vars(state)["_metadata"] = versions
-    return state
+    """Return a dict as torch gives it to hooks, with the metadata of modules beside it."""
+    return with_metadata(given, {hooked.path: hooked.metadata for hooked in unit.hooked})
 
 
 def _inner_first(hooked: Sequence[HookedModule]) -> Iterator[HookedModule]:

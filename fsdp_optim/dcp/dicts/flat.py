@@ -13,7 +13,6 @@ from torch import nn
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.fsdp1 import Chunks, chunks_of
 from fsdp_optim.adapters.known import is_sharded_value, read_sharded_value
-from fsdp_optim.adapters.module_values import is_extra_state
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.load.reading import FlatsEnd, stored_value
 from fsdp_optim.checkpoint.load.targets import Weights
@@ -29,6 +28,7 @@ from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.options import CallArguments
 from fsdp_optim.state.merged.global_state import Param
 from fsdp_optim.tensors.memory import detached_copy, dtype_name, dtype_named, flatten
+from fsdp_optim.tensors.model_dict import is_extra_state, module_path, versions_beside
 from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
@@ -255,11 +255,12 @@ def _described(group: RankGroup, names: Mapping[str, str], given: Mapping[str, A
             "its dict, with broadcast_from_rank0=False"
         )
     ranks = (SOURCE_RANK,) if options.broadcast else group.ranks
+    versions = versions_beside(given)
     flats, described, others = dict[str, torch.Tensor](), list[tuple[str, str, Placement]](), dict[str, Any]()
     for name, value in given.items() if group.rank in ranks else ():
         fqn = names.get(name, name)
         if not isinstance(value, torch.Tensor) or is_extra_state(fqn):
-            others[fqn] = value
+            others[fqn] = [versions.get(module_path(name)), value]
         elif fqn not in flats:
             placement, flats[fqn] = (
                 read_sharded_value(name, value)
@@ -278,6 +279,6 @@ def _described(group: RankGroup, names: Mapping[str, str], given: Mapping[str, A
         missing = [name for name, fqn in names.items() if name == fqn and fqn not in loaded]
         check_names(missing, [name for name in loaded if name not in names])
     stored = {name: StoredTensor(name, dtype, placement.shape, name, 0) for name, dtype, placement in everything}
-    extras = {MODULES: KnownExtra({fqn: [None, value] for fqn, value in others.items()})} if others else {}
+    extras = {MODULES: KnownExtra(others)} if others else {}
     index = CheckpointIndex("the model's dict", stored, Facts("a dict"), extras=extras)
     return _GivenWeights(index, {name: placement for name, _, placement in everything}, flats)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from fsdp_optim.adapters import module_of
-from fsdp_optim.adapters.module_values import is_extra_state
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor
 from fsdp_optim.errors import StateError
 from fsdp_optim.state.dicts.torch_trees import MODEL, MODEL_KEYS, OptimFace, Place, ReadFace, dicts_in
+from fsdp_optim.tensors.model_dict import is_extra_state
 
 
 def called(state_dict: Any) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from fsdp_optim.foreign.dcp.trainer_values import (
     with_keys_of,
     withheld,
 )
-from fsdp_optim.foreign.dcp.values import KEYS, OF_RANKS, OPTIM
-from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
+from fsdp_optim.foreign.dcp.values import KEYS, OF_RANKS, OPTIM, VERSIONS
+from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader, versioned
 from fsdp_optim.formats.base.checksums import hex_of
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
@@ -36,6 +36,7 @@ from fsdp_optim.formats.base.protocols import COMMON, MODULES, SavedWeights
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.formats.base.tree_values import keys_in as tensors_in
 from fsdp_optim.storage.base import Opened
+from fsdp_optim.tensors.model_dict import with_versions
 
 _NAME = re.compile(r"(?:([^/]+)/)?(__(\d+))?\.metadata")
 _DATA = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
@@ -185,6 +186,14 @@ def _meaning_of(where: str, saved: _DcpContents, summary: ManifestSummary | None
     return meaning_of(where, saved.paths, saved.tensors.dimensions())
 
 
+def _versions(where: str, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the recorded versions of the code of modules, by path."""
+    versions = keys.get(VERSIONS, {})
+    if not isinstance(versions, Mapping):
+        raise CheckpointError(f"{where}: {KEYS}: {VERSIONS} is not a dict")
+    return versions
+
+
 def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning, summary: ManifestSummary | None) -> ForeignReader:
     files = _checked_files(opened, saved)
     items = Items(opened, saved.tensors)
@@ -217,10 +226,10 @@ def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning, summary: Mani
         extra_trees={**in_trees, **of_lightning},
         trees={key: stored[key] for key in tensors_in(in_trees)},
         rank_extras=[whole.of_rank(rank, tree, keys) for rank, tree in enumerate(of_ranks or ())],
-        module_values={
-            name: value if isinstance(value, Withheld) else [None, value]
-            for name, value in with_own_keys(of_modules.values, keys.values, MODULES).items()
-        },
+        module_values=versioned(
+            with_versions({}, _versions(opened.where, keys.values)),
+            with_own_keys(of_modules.values, keys.values, MODULES),
+        ),
         pickled=(lambda: with_own_keys(extra.pickled(), keys.pickled(), COMMON)) if is_withheld else None,
         world_size=summary.world_size if summary is not None else _world_size(opened),
         step=summary.step if summary is not None else None,

@@ -36,6 +36,9 @@ OF_RANKS = "per_rank_extra"
 KEYS = "fsdp_optim_keys"
 """The key of the original keys of dicts that have other keys than str, which torch.distributed.checkpoint turns into str."""
 
+VERSIONS = "versions"
+"""The key, beside those of parts, of the versions of the code of the modules that have values, by path."""
+
 _LENGTH = 8  # bytes
 _PLAIN = (
     "builtins.",

@@ -24,6 +24,7 @@ from fsdp_optim.foreign.dcp.values import (
     MODEL,
     OF_RANKS,
     OPTIM,
+    VERSIONS,
     Path,
     ValueFile,
     ValueItem,
@@ -55,6 +56,7 @@ from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.layout import Shape
 from fsdp_optim.tensors.elements import check_elements
 from fsdp_optim.tensors.memory import dtype_named
+from fsdp_optim.tensors.model_dict import module_path
 
 _STATE, _GROUPS = "state", "param_groups"
 _LEAST_CHUNK, _MOST_CHUNK = 4 << 20, 64 << 20  # bytes
@@ -169,6 +171,9 @@ class DcpWriter(Writer):
             for fqn, kept in kept_by_name.items():
                 _add_value(values, f"state_dict()[{fqn!r}]", kept, (*self._root, fqn))
             _add_keys(values, "state_dict()", kept_by_name, name)
+            versions = {module_path(fqn): version for fqn, (version, _) in value.items() if version is not None}
+            if versions:
+                values.add("the versions of modules", versions, (KEYS, VERSIONS))
             return "modules.distcp", values.encoded()
         if name == COMMON:
             given = value if isinstance(value, Mapping) else {"extra": value}

@@ -24,12 +24,12 @@ from fsdp_optim.foreign.deepspeed.trees import (
     shapes_of,
     whole_number,
 )
-from fsdp_optim.foreign.reader import ForeignValues
-from fsdp_optim.foreign.torch.roles import is_extra_state
+from fsdp_optim.foreign.reader import ForeignValues, versioned
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.storage.base import Opened
+from fsdp_optim.tensors.model_dict import is_extra_state
 
 OF_FILES = frozenset(
     (
@@ -174,11 +174,12 @@ class ModelFiles:
     def module_values(self) -> Mapping[str, Any]:
         """Values in the module's state dict that are neither parameters nor buffers (of `get_extra_state`)."""
         saved = self.saved.get("module")
-        return {
-            str(name): _versioned(readable(self.first, str(name), value))
+        kept = {
+            str(name): readable(self.first, str(name), value)
             for name, value in (saved.items() if isinstance(saved, dict) else ())
             if not isinstance(value, StoredTensor) or is_extra_state(str(name))
         }
+        return versioned(saved, kept)
 
     # ------------------------------------------------------------------------------------------- values of the trainer
 
@@ -243,11 +244,6 @@ def _pickled(
         return {**values, **real}
 
     return loaded
-
-
-def _versioned(value: Any) -> Any:
-    """Return a value of a module with the version of the module's code, which is not known."""
-    return value if isinstance(value, Withheld) else [None, value]
 
 
 def _values(archive: TorchArchive, is_wanted: Callable[[str], bool], *, with_none: bool = False) -> dict[str, Any]:

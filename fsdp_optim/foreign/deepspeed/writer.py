@@ -45,6 +45,7 @@ from fsdp_optim.foreign.torch.writer import (
     planned_archive,
     saved_by_torch,
     values_of_modules,
+    with_values_of_modules,
 )
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import (
@@ -137,14 +138,14 @@ class UniversalWriter(Writer):
         check_safe(COMMON_STATE, common, allow_pickle=allow_pickle)
         files = {LATEST: b".", COMMON_STATE: saved_by_torch(common), **_small_files(state)}
         if not state.not_stage_3:
-            files[MODEL_OF_STAGE_3] = saved_by_torch(self._model(contents, state, self._modules))
+            files[MODEL_OF_STAGE_3] = saved_by_torch(self._model(contents, state, {}))
         return Prepared(contents.content, "", files, contents.optim, contents)
 
     def _keep(self, where: str, name: str, value: Any, *, allow_pickle: bool) -> None:
         """Take an extra into the planned files."""
         if name == MODULES:
-            self._modules = values_of_modules(value)
-            check_safe(name, self._modules, allow_pickle=allow_pickle)
+            self._modules = value
+            check_safe(name, values_of_modules(value), allow_pickle=allow_pickle)
             return
         position = None if name == COMMON else int(name.rpartition("-")[2])
         given = as_dict(value) if position is None else value
@@ -172,7 +173,7 @@ class UniversalWriter(Writer):
         return common
 
     def _model(self, contents: CheckpointContents, state: UniversalState, module: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of a file with the model. `module`: what is in the module's dict."""
+        """Return the content of a file with the model. `module`: the tensors in the module's dict."""
         own: dict[str, Any] = {
             "lr_scheduler": None,
             "data_sampler": None,
@@ -185,7 +186,7 @@ class UniversalWriter(Writer):
         added = {name: value for name, value in own.items() if name not in self._values}
         shapes = [OrderedDict((param.fqn, torch.Size(param.shape)) for param in group) for group in state.groups]
         return {
-            "module": dict(module),
+            "module": with_values_of_modules(module, self._modules, contents.aliases),
             "buffer_names": [],
             "optimizer": None,
             "param_shapes": shapes,
@@ -220,7 +221,7 @@ class UniversalWriter(Writer):
         stubs = {tensor.key: TensorStub(tensor.dtype, tensor.shape, number) for number, tensor in enumerate(in_module)}
         return [
             *files,
-            planned_archive(MODEL, None, in_module, self._model(contents, state, {**stubs, **self._modules})),
+            planned_archive(MODEL, None, in_module, self._model(contents, state, stubs)),
         ]
 
     def _in_module(self, state: UniversalState) -> list[str]:

@@ -27,11 +27,11 @@ from fsdp_optim.foreign.per_rank.rank_files import (
     unreadable,
 )
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
-from fsdp_optim.foreign.torch.roles import is_extra_state
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Shape
 from fsdp_optim.storage.base import Opened
+from fsdp_optim.tensors.model_dict import is_extra_state
 
 _NAME = re.compile(r"(?P<stem>[^/]+)-shard(?P<rank>\d{1,7})\.pt")
 _METADATA = ("shard_metadata", "fsdp_metadata")

@@ -22,7 +22,14 @@ from fsdp_optim.foreign.archive.torch_zip import ArchiveFrames, TensorStub
 from fsdp_optim.foreign.per_rank.fairscale_shards import FAIRSCALE_SHARDS
 from fsdp_optim.foreign.per_rank.fairscale_units import FlatUnit, Units, cut_of, units_of
 from fsdp_optim.foreign.torch.folder import TorchFilesProbe, sequence_of
-from fsdp_optim.foreign.torch.writer import SmallTensors, as_dict, check_safe, manifest_of, values_of_modules
+from fsdp_optim.foreign.torch.writer import (
+    SmallTensors,
+    as_dict,
+    check_safe,
+    manifest_of,
+    values_of_modules,
+    with_values_of_modules,
+)
 from fsdp_optim.formats.base.description import SCALAR, SCALAR_TENSOR, TENSOR, OptimDescription, ParamDescription
 from fsdp_optim.formats.base.frames import joined
 from fsdp_optim.formats.base.index import CheckpointIndex, StoredOptim
@@ -126,10 +133,10 @@ class FairscaleShardsWriter(Writer):
 
     def _keep(self, name: str, value: Any, *, allow_pickle: bool) -> None:
         """Take an extra into the planned files."""
-        kept = values_of_modules(value) if name == MODULES else value
-        check_safe(name, kept, allow_pickle=allow_pickle)
+        kept = value
+        check_safe(name, values_of_modules(value) if name == MODULES else value, allow_pickle=allow_pickle)
         if name != MODULES:
-            kept = as_dict(kept)
+            kept = as_dict(value)
             taken = [key for key in kept if key in _RESERVED]
             if taken:
                 own = "" if name == COMMON else f" of rank {_rank_in(name)}"
@@ -221,7 +228,7 @@ class _RankFile:
         flat = {fqn for unit in units for fqn in unit.fqns}
         model |= {fqn: self._whole("model", fqn) for fqn in self.contents.params if fqn not in flat}
         model |= {alias: model[fqn] for alias, fqn in self.contents.aliases.items() if fqn in model}
-        model |= self.writer._extras.get(MODULES, {})
+        model = with_values_of_modules(model, self.writer._extras.get(MODULES, {}), self.contents.aliases)
         tree = {**self._extras(), "model": model, "shard_metadata": self._metadata(flat)}
         if self.contents.optim is not None:
             tree["last_optimizer_state"] = self._optim()

@@ -22,11 +22,11 @@ from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Shape
 from fsdp_optim.storage.base import Opened
+from fsdp_optim.tensors.model_dict import unwrapped_path
 
 _NAME = re.compile(r"(?P<half>model|optim|train)/rank(?P<rank>\d{1,7})\.pt")
 _METADATA, _MOST_METADATA_NBYTES = "metadata.yaml", 1 << 16
 _WORLD_SIZE = re.compile(rb"^world_size:\s*(\d{1,7})\s*$", re.MULTILINE)
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(\.|$)")
 _FLAT = "_flat_param"
 _OF_FLAT = "flat_param."
 
@@ -142,7 +142,7 @@ class _Params:
 
     @staticmethod
     def _handle(files: RankFiles, of_ranks: Sequence[tuple[str, Mapping[str, Any]]]) -> _Handle:
-        prefix = _clean(of_ranks[0][0]).rstrip(".")
+        prefix = unwrapped_path(of_ranks[0][0])
         fqns = files.agreed(
             {r: list(handle[f"{_OF_FLAT}_fqns"]) for r, (_, handle) in enumerate(of_ranks)}, f"_fqns of {prefix}"
         )
@@ -162,7 +162,7 @@ class _Params:
             prefix,
             tuple(data),
             tuple(
-                RankOriginal(_clean(name), _shape(shape), tuple(of))
+                RankOriginal(unwrapped_path(name), _shape(shape), tuple(of))
                 for name, shape, of in zip(names, shapes, runs, strict=True)
             ),
         )
@@ -194,9 +194,9 @@ class _Params:
                         "cannot be known: load the weights alone"
                     )
                 for key, name in zip(group["params"], names, strict=True):
-                    if _clean(name) not in known:
+                    if unwrapped_path(name) not in known:
                         raise files.damaged(0, f"names the parameter {name}, which the files of the model do not have")
-                    live[key] = known[_clean(name)]
+                    live[key] = known[unwrapped_path(name)]
             return joined(files, dicts, live, "the optimizer")
         except UnreadableOptimError as reason:
             return unreadable(reason)
@@ -251,8 +251,3 @@ def _shape(sizes: Any) -> Shape:
     if not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError(f"a shape of {sizes!r:.100}")
     return tuple(sizes)
-
-
-def _clean(name: str) -> str:
-    """Return a name without the parts that wrappers add."""
-    return _WRAPPERS.sub("", name)

@@ -13,8 +13,7 @@ from xxhash import xxh3_128
 
 from fsdp_optim.errors import CheckpointError, LayoutError, counted_noun, shortened
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive, read_archive
-from fsdp_optim.foreign.reader import ForeignValues, Source
-from fsdp_optim.foreign.torch.roles import is_extra_state
+from fsdp_optim.foreign.reader import ForeignValues, Source, versioned
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.index import stored_in
 from fsdp_optim.formats.base.protocols import Chunks, StoredTensor
@@ -22,6 +21,7 @@ from fsdp_optim.formats.base.unread import Unread
 from fsdp_optim.layout import FlatRuns, Placement, Shape
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.tensors.memory import bytes_in_memory
+from fsdp_optim.tensors.model_dict import is_extra_state
 
 _MOST_NAMED = 8
 _MOST_EXTRA_NBYTES = 16 << 20  # of tensors among the values of the trainer, in one value
@@ -164,7 +164,7 @@ class RankFiles:
             for name, value in model.items()
             if not isinstance(value, (StoredTensor, ShardStandIn)) or is_extra_state(str(name))
         }
-        return {name: value if isinstance(value, Withheld) else [None, value] for name, value in kept.items()}
+        return versioned(model, kept)
 
     def rank_extras(self, extras: Sequence[Mapping[str, Any]]) -> list[ForeignValues]:
         """Return the same values of each rank, which load their pickles when that is allowed."""

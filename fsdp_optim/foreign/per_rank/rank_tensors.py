@@ -26,10 +26,10 @@ from fsdp_optim.foreign.per_rank.rank_files import (
 from fsdp_optim.foreign.per_rank.rank_halves import RankHalf, ValuesByRank, first_shards, in_order, numbers_in
 from fsdp_optim.foreign.per_rank.torch_shards import DTensorFields, Fields, ShardedTensorFields, shards_of, stand_ins
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
-from fsdp_optim.foreign.torch.roles import is_extra_state
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.storage.base import Opened
+from fsdp_optim.tensors.model_dict import is_extra_state
 
 _NAME = re.compile(r"(?P<before>[^/]*?)(?P<rank>\d{1,7})(?P<after>\.(pt|pth|bin|ckpt))")
 _OF_VERL = re.compile(r"(?P<half>model|optim|extra_state)_world_size_(?P<num>\d{1,7})_rank_")

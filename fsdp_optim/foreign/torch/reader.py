@@ -19,7 +19,6 @@ from fsdp_optim.foreign.torch.folder import EXTRAS, PER_RANK, rank_in, roles_in,
 from fsdp_optim.foreign.torch.folder import NAME as OUR_MANIFEST
 from fsdp_optim.foreign.torch.roles import (
     TorchParts,
-    is_extra_state,
     is_no_tensor,
     joined_optims,
     parts_of,
@@ -34,6 +33,7 @@ from fsdp_optim.formats.base.unread import Unread, unread_in
 from fsdp_optim.formats.own.manifest import NAME
 from fsdp_optim.formats.own.small_files import MOST_INDEX_NBYTES
 from fsdp_optim.storage.base import Opened
+from fsdp_optim.tensors.model_dict import is_extra_state, module_path, versions_beside
 
 _INDEX = ".bin.index.json"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".th", ".tar")
@@ -267,18 +267,16 @@ class _Content:
         return {key: self.sources[s.file].file if s.file in self.sources else s.file for key, s in self.model.items()}
 
     def _add_model(self, archive: TorchArchive, model: Mapping[str, Any], key: str) -> None:
-        versions = getattr(model, "_metadata", None)
+        versions = versions_beside(model)
         left = max(_MOST_EXTRA_NBYTES, _MOST_TIMES * sum(map(self.opened.size_of, self.files)))
         for given, value in model.items():
             name = given if isinstance(given, str) else repr(given)
             if name in self.model or name in self.modules:
                 raise CheckpointError(f"{archive.where}: {name} is in another file too")
             if is_extra_state(name) or not isinstance(value, (StoredTensor, Unread)) or is_no_tensor(value):
-                path = name.rpartition(".")[0]
-                version = versions[path].get("version") if isinstance(versions, dict) and path in versions else None
                 kept = _value(archive, name, value, left)  # a part of the model, however large that is
                 left -= _nbytes_in(value) if not isinstance(kept, Withheld) else 0
-                self.modules[name] = kept if isinstance(kept, Withheld) else [version, kept]
+                self.modules[name] = kept if isinstance(kept, Withheld) else [versions.get(module_path(name)), kept]
             elif isinstance(value, StoredTensor):
                 self.model[name] = structs.replace(value, key=name, request_nbytes=self.opened.request_nbytes)
             else:

@@ -23,6 +23,7 @@ from fsdp_optim.foreign.torch.folder import PARTS, ROLES
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.summary import SavedRoles
 from fsdp_optim.formats.base.unread import Unread
+from fsdp_optim.tensors.model_dict import is_extra_state
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "weights")
 """The keys under which trainers save a model."""
@@ -33,7 +34,6 @@ OPTIM_KEYS = (
 )
 """The keys under which trainers save an optimizer."""
 
-_EXTRA_STATE = "_extra_state"  # torch's last component of the names of values that modules add to a state dict
 _RANDOM = ("rng", "random", "seed")
 _MOST_DEEP = 3
 
@@ -229,11 +229,6 @@ def is_optim(value: Any) -> bool:
         and all(isinstance(group, Mapping) and "params" in group for group in groups)
         and all(isinstance(values, Mapping) for values in state.values())
     )
-
-
-def is_extra_state(name: str) -> bool:
-    """Return whether a name in a state dict belongs to a value of `get_extra_state`."""
-    return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def is_no_tensor(value: Any) -> bool:

@@ -49,6 +49,7 @@ from fsdp_optim.formats.base.summary import ManifestSummary, SavedRoles
 from fsdp_optim.options import KeyBy
 from fsdp_optim.storage.base import CheckpointProbe, Opened
 from fsdp_optim.tensors.memory import bytes_in_memory, dtype_name, dtype_named
+from fsdp_optim.tensors.model_dict import module_path, with_versions
 
 _VERSION = 1
 
@@ -158,8 +159,9 @@ class TorchWriter(Writer):
         if half == "optim" and self._contents.optim is not None:
             full = _full_dict(self._contents.optim, by_key, by_id=self.by_id)
             return _fairscales(full) if self.is_fairscales else full
-        aliases = self._contents.aliases.items()
-        return {**by_key, **{other: by_key[fqn] for other, fqn in aliases if fqn in by_key}, **self._modules}
+        aliases = self._contents.aliases
+        tied = {other: by_key[fqn] for other, fqn in aliases.items() if fqn in by_key}
+        return with_values_of_modules({**by_key, **tied}, self._modules, aliases)
 
     def _keeps(self, name: str, value: Any, *, allow_pickle: bool) -> bool:
         """Take an extra into the planned files: values of modules are in the model's dict, and in one file all others too.
@@ -171,7 +173,7 @@ class TorchWriter(Writer):
         if name == MODULES:
             kept = values_of_modules(value)
             check_safe(name, kept, allow_pickle=allow_pickle)
-            self._modules.update(kept)
+            self._modules.update(value)
             return True
         position = None if name == COMMON else int(name.rpartition("-")[2])
         if position is None:
@@ -285,6 +287,16 @@ def as_dict(value: Any) -> dict[str, Any]:
 def values_of_modules(value: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
     """Return the values of modules by FQN, as the state dict of an unwrapped model has them."""
     return {fqn: module_value for fqn, (_, module_value) in value.items()}
+
+
+def with_values_of_modules(
+    model: Mapping[str, Any], values: Mapping[str, tuple[Any, Any]], aliases: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return a model's dict with values of modules under all their names, and with the versions of these modules' code."""
+    of_all = {**values, **{alias: values[fqn] for alias, fqn in aliases.items() if fqn in values}}
+    full = {**model, **values_of_modules(of_all)}
+    versions = {module_path(fqn): version for fqn, (version, _) in of_all.items() if version is not None}
+    return with_versions(full, versions) if versions else full
 
 
 def check_safe(name: str, value: Any, *, allow_pickle: bool) -> None:
