@@ -28,6 +28,8 @@ from fsdp_optim.testing import run_on_ranks
 VERSION = 3
 WRAPS = {"DDP": in_ddp, "fairscale": in_fairscale, "FSDP1": in_fsdp1, "FSDP2": in_fsdp2}
 RANK_FILES = ("fairscale", "FSDP1", "FSDP2")
+
+
 class Packed(nn.Module):
     """Its scales were reciprocals before version 3."""
 

@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.archive.pickle_table import Known, Table, checked_keys
+from fsdp_optim.foreign.archive.pickle_table import Global, Known, Table, checked_keys, is_left
+from fsdp_optim.foreign.archive.tree import mapped
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.unread import Unread
 
@@ -26,6 +27,7 @@ MOST_NBYTES = 256 << 20
 _FEW = 1 << 18  # containers that even a short pickle may have
 _NBYTES_EACH = 8  # bytes that a pickle needs for each further container
 _DICTS: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
+_OF_ANY_KEYS = ("builtins.set", "builtins.frozenset", "collections.Counter", "collections.defaultdict")
 _MOST_BITS = 8192  # of a number; Python refuses to show one of more than 4300 digits
 
 
@@ -76,7 +78,8 @@ class Unpickler:
                         raise ValueError(f"a number of {argument.bit_length()} bits")
                     self._stack.append(argument)
                 elif name == "STOP":
-                    return self._stack.pop()
+                    value = self._stack.pop()
+                    return value if self._prepared is None else mapped(value, Global, Global.imported)
                 elif name not in self._operations:
                     raise ValueError(f"the operation {name} does not belong into a checkpoint")
                 else:
@@ -208,7 +211,7 @@ class Unpickler:
 
     def do_frozenset(self, argument: Any) -> None:
         items = self._pop_mark()
-        self._push(frozenset(checked_keys(items)))
+        self._push(frozenset(self._keys(items)))
 
     def do_append(self, argument: Any) -> None:
         self._extend([self._stack.pop()])
@@ -218,12 +221,12 @@ class Unpickler:
 
     def _extend(self, items: list[Any]) -> None:
         target = self._stack[-1]
-        if isinstance(target, Unread):
+        if is_left(target):
             return
         if type(target) is list or (isinstance(target, list) and self._is_stand_in(target)):
             list.extend(target, items)
         elif self._prepared is not None:
-            for item in self._prepared(items):
+            for item in self._real(items):
                 target.append(item)
         else:
             raise TypeError(f"items for a {type(target).__name__}, which is not a list")
@@ -231,8 +234,8 @@ class Unpickler:
     def do_additems(self, argument: Any) -> None:
         items = self._pop_mark()
         if type(self._stack[-1]) is set:
-            self._stack[-1].update(checked_keys(items))
-        elif not isinstance(self._stack[-1], Unread):
+            self._stack[-1].update(self._keys(items))
+        elif not is_left(self._stack[-1]):
             raise TypeError(f"items for a {type(self._stack[-1]).__name__}, which is not a set")
 
     def do_setitem(self, argument: Any) -> None:
@@ -244,16 +247,16 @@ class Unpickler:
 
     def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
-        if isinstance(target, Unread):
+        if is_left(target):
             return
         if len(items) % 2:
             raise ValueError("a key without a value")
         keys, values = items[::2], items[1::2]
         if type(target) in _DICTS or (isinstance(target, dict) and self._is_stand_in(target)):
-            for key, value in zip(checked_keys(keys), values, strict=True):
+            for key, value in zip(self._keys(keys), values, strict=True):
                 target[key] = value
         elif self._prepared is not None:
-            for key, value in zip(self._prepared(keys), self._prepared(values), strict=True):
+            for key, value in zip(self._real(keys), self._real(values), strict=True):
                 target[key] = value
         else:
             raise TypeError(f"keys for a {type(target).__name__}, which is not a dict")
@@ -283,9 +286,15 @@ class Unpickler:
             value = getattr(value, part)
         return value
 
-    def _imported(self, what: str) -> Any:
-        module, _, name = what.rpartition(".")
-        return getattr(importlib.import_module(module), name)
+    def _real(self, items: list[Any]) -> list[Any]:
+        """Return the arguments of a real class or function, of a pickle that the user trusts."""
+        if self._prepared is None:
+            raise TypeError("a real class in a pickle of unknown origin")
+        return list(self._prepared(mapped(items, Global, Global.imported)))
+
+    def _keys(self, items: list[Any]) -> list[Any]:
+        """Return the keys of a dict, or the items of a set."""
+        return checked_keys(items) if self._prepared is None else self._real(items)
 
     def do_reduce(self, argument: Any) -> None:
         arguments = self._stack.pop()
@@ -320,17 +329,17 @@ class Unpickler:
     def _called(self, function: Any, arguments: Any, named: dict[str, Any]) -> Any:
         if type(arguments) is not tuple:
             raise TypeError("arguments that are no tuple")
-        if isinstance(function, Unread):
+        if is_left(function):
             return Unread(function.what)
         if isinstance(function, Known):
             self._check_copies(arguments)
-            made = function.call(*arguments, **named)
-            is_left = self._prepared is not None and type(made) is Unread and made.what == function.what
-            if not is_left or any(isinstance(argument, Known) for argument in arguments):
-                return made
-            function = self._imported(function.what)
+            if self._prepared is None or function.what not in _OF_ANY_KEYS:
+                made = function.call(*arguments, **named)
+                if self._prepared is None or type(made) is not Unread or made.what != function.what:
+                    return made
         if self._prepared is not None:
-            return function(*self._prepared(list(arguments)), **named)
+            function, named = self._real([function, named])
+            return function(*self._real(list(arguments)), **named)
         raise TypeError(f"a call of a {type(function).__name__}")
 
     def do_build(self, argument: Any) -> None:
@@ -342,8 +351,8 @@ class Unpickler:
         elif self._is_stand_in(target) and hasattr(type(target), "__setstate__"):
             target.__setstate__(state)
         elif self._prepared is not None and not isinstance(target, Known):
-            _set_state(target, self._prepared([state])[0])
-        elif not isinstance(target, Unread):
+            _set_state(target, self._real([state])[0])
+        elif not is_left(target):
             raise TypeError(f"a state for a {type(target).__name__}")
 
     def _is_stand_in(self, value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +16,23 @@ _MOST_IN_KEY = 64  # items of a tuple that is a key
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
+class Global(Unread):
+    """A class or function that a pickle names. Where it is a value by itself, it is none that is read."""
+
+    def imported(self) -> Any:
+        """Return the class or function itself."""
+        module, _, name = self.what.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+@dataclass(frozen=True, eq=False)
+class Known(Global):
     """A function or a class that a pickle may call.
 
-    `what`: its name, `module.Class`. `call`: the function that is called. `of`: the real class, if the class itself is a value,
-    as in defaultdict(list). `is_stand_in`: whether a format gave it.
+    `call`: the function that is called. `of`: the real class, which another one may take, as in defaultdict(list).
+    `is_stand_in`: whether a format gave it.
     """
 
-    what: str
     call: Callable[..., Any]
     of: type | None = None
     is_stand_in: bool = False
@@ -46,12 +56,17 @@ class Table:
         return Table({**self.globals, **added}, self.build, classes)
 
 
+def is_left(value: object) -> bool:
+    """Return whether a value stands for an object that was not made, to which nothing is added."""
+    return isinstance(value, Unread) and not isinstance(value, Global)
+
+
 def checked_keys(keys: Any) -> list[Any]:
     """Return the same keys. Raises TypeError for a key that is not a small plain value, because hashing it could take forever."""
     if not isinstance(keys, (list, tuple, set, frozenset, dict)):
         raise TypeError(f"keys in a {type(keys).__name__}")
     for key in keys:
-        if type(key) not in _KEYS and not isinstance(key, (Unread, Known)) and not _is_small_tuple(key):
+        if type(key) not in _KEYS and not isinstance(key, Unread) and not _is_small_tuple(key):
             raise TypeError(f"a {type(key).__name__} as a key")
     return list(keys)
 

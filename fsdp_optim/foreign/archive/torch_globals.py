@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_optim.foreign.archive.numpy_globals import NUMPY, NUMPY_BUILD
-from fsdp_optim.foreign.archive.pickle_table import Known, Table, checked_keys
+from fsdp_optim.foreign.archive.pickle_table import Global, Known, Table, checked_keys, is_left
 from fsdp_optim.formats.base.unread import Unread
 from fsdp_optim.tensors.memory import dtype_name, dtype_named
 
@@ -45,7 +45,7 @@ _TYPED = {
 
 
 @dataclass(frozen=True, eq=False)
-class StorageClass:
+class StorageClass(Global):
     """A class of storages: a name of a dtype."""
 
     dtype: str
@@ -176,10 +176,11 @@ def dtypes() -> dict[str, torch.dtype]:
 
 @cache
 def _storage_classes() -> dict[str, StorageClass]:
-    made = {f"torch.{name}Storage": StorageClass(dtype) for name, dtype in _TYPED.items() if hasattr(torch, dtype)}
-    of_cuda = {name.replace("torch.", "torch.cuda."): storage_class for name, storage_class in made.items()}
+    typed = {f"{kind}Storage": dtype for kind, dtype in _TYPED.items() if hasattr(torch, dtype)}
+    dtype_of = {f"{module}.{name}": dtype for module in ("torch", "torch.cuda") for name, dtype in typed.items()}
     untyped = ("torch.storage.UntypedStorage", "torch.UntypedStorage", "torch.storage._UntypedStorage")
-    return {**made, **of_cuda, **dict.fromkeys(untyped, StorageClass("uint8"))}
+    dtype_of |= dict.fromkeys(untyped, "uint8")
+    return {name: StorageClass(name, dtype) for name, dtype in dtype_of.items()}
 
 
 # ------------------------------------------------------------------------------------------- tensors
@@ -252,10 +253,10 @@ def _of_subclass(cls: Any, *description: Any) -> Any:
 
 def _from_type(function: Any, cls: Any, arguments: Any, state: Any = None) -> Any:
     """Return a tensor of a subclass, or with attributes, which are left out."""
-    if type(arguments) is not tuple or not isinstance(function, (Known, Unread)):
+    if type(arguments) is not tuple or not isinstance(function, Unread):
         raise TypeError("a tensor without arguments")
-    if isinstance(function, Unread) or isinstance(cls, Unread):
-        return Unread((cls if isinstance(cls, Unread) else function).what)
+    if not isinstance(function, Known) or is_left(cls):
+        return Unread((cls if is_left(cls) else function).what)
     made = function.call(*arguments)
     if isinstance(cls, Known) and cls.is_stand_in:
         made = made if function.call is _of_subclass else cls.call(made)
@@ -361,10 +362,10 @@ def _range(*numbers: Any) -> Any:
 
 def _reconstructed(cls: Any, base: Any, state: Any) -> Any:
     """Return an object of the first pickle protocols."""
-    if isinstance(cls, Unread):
-        return Unread(cls.what)
     if isinstance(cls, Known):
         return cls.call()
+    if isinstance(cls, Unread):
+        return Unread(cls.what)
     raise TypeError("an object without a class")
 
 

@@ -15,12 +15,11 @@ import torch
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive, read_archive
-from fsdp_optim.foreign.archive.tree import children
 from fsdp_optim.foreign.dcp.safetensors_items import SafetensorsInside
 from fsdp_optim.foreign.dcp.tensor_table import ItemPlace, Tensor
 from fsdp_optim.foreign.reader import Archive, Source
 from fsdp_optim.formats.base.protocols import StoredTensor
-from fsdp_optim.formats.base.unread import Unread
+from fsdp_optim.formats.base.unread import unread_in
 from fsdp_optim.layout import Shape
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.tensors.memory import dtype_named, in_batches
@@ -207,9 +206,8 @@ def _archive(name: str, opened: Opened, item: ItemPlace) -> TorchArchive:
 
 def unread_class_in(value: Any) -> str:
     """Return the name of the class of an inert object in a value; "" if it has none."""
-    if isinstance(value, Unread):
-        return value.what
-    return next((what for _, inner in children(value) if (what := unread_class_in(inner))), "")
+    unread = unread_in(value)
+    return unread.what if unread is not None else ""
 
 
 class _Part(Opened):

@@ -13,7 +13,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.dcp.full_dict import filled, keys_in
 from fsdp_optim.foreign.dcp.items import Items, read_values, unread_class_in
 from fsdp_optim.foreign.dcp.tensor_table import ItemPlace, Tensor
-from fsdp_optim.foreign.dcp.values import KEYS, OF_RANKS, with_keys
+from fsdp_optim.foreign.dcp.values import CLASSES, KEYS, OF_RANKS, with_classes, with_keys
 from fsdp_optim.foreign.reader import ForeignValues
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
@@ -43,11 +43,16 @@ def keys_in_parts(where: str, extra: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_keys_of(where: str, value: Any, keys: Mapping[str, Any], part: str) -> Any:
-    """Return the value of one part with its own keys, which are withheld where these are objects of unknown classes."""
+    """Return the value of one part with its own keys, which are withheld where these are objects of unknown classes.
+
+    Its dicts have their own classes too.
+    """
     listed = keys.get(part)
     if isinstance(listed, Withheld):
         return dict.fromkeys(value, listed) if isinstance(value, Mapping) else listed
-    return value if listed is None else with_keys(where, value, listed)
+    made = value if listed is None else with_keys(where, value, listed)
+    classes = keys.get(CLASSES, {})
+    return with_classes(where, made, classes[part]) if isinstance(classes, Mapping) and part in classes else made
 
 
 def trees_of_ranks(extra: Mapping[str, Any]) -> list[Any] | None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy
 import torch
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.foreign.archive.torch_archive import names_read
 from fsdp_optim.formats.base.tree_values import InFile, leaves_of
 from fsdp_optim.tensors.elements import check_elements
 from fsdp_optim.tensors.memory import dtype_name
@@ -39,14 +42,12 @@ KEYS = "fsdp_optim_keys"
 VERSIONS = "versions"
 """The key, beside those of parts, of the versions of the code of the modules that have values, by path."""
 
+CLASSES = "classes"
+"""The key, beside those of parts, of the classes of dicts that are no plain ones, by part."""
+
+_FACTORIES = {factory.__name__: factory for factory in (bool, dict, float, int, list, set, str, tuple)}
+_DEFAULT = "defaultdict"  # with the name of its factory after a space
 _LENGTH = 8  # bytes
-_PLAIN = (
-    "builtins.",
-    "collections.",
-    "numpy.",
-    "_io.BytesIO",
-)  # besides the classes that torch.load(weights_only=True) reads
-_UNSAFE = ("builtins.eval", "builtins.exec", "builtins.getattr")
 _NUMBERS = "biufc"  # kinds of numpy's dtypes
 
 
@@ -127,6 +128,73 @@ def with_recorded(where: str, value: Any, by_path: Mapping[Path, list[Any]], pat
         items = [with_recorded(where, item, by_path, (*path, index)) for index, item in enumerate(value)]
         return tuple(items) if by_path.get(path) == _TUPLE else items
     return value
+
+
+def classes_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, str, type]]:
+    """Yield the path, recorded name and class of each dict inside a value that is no plain dict.
+
+    The name is "" for a class that is not recorded: such a dict comes back as a plain one.
+    """
+    if isinstance(value, Mapping):
+        if type(value) is not dict and value:  # an empty one is a value of its own, with its class
+            yield path, _named(value), type(value)
+        for key, item in value.items():
+            yield from classes_in(item, (*path, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from classes_in(item, (*path, index))
+
+
+def _named(value: Mapping[Any, Any]) -> str:
+    if type(value) in (OrderedDict, Counter):
+        return type(value).__name__
+    if type(value) is not defaultdict:
+        return ""
+    factory = value.default_factory
+    if factory is None:
+        return _DEFAULT
+    name = getattr(factory, "__name__", "")
+    return f"{_DEFAULT} {name}" if _FACTORIES.get(name) is factory else ""
+
+
+def with_classes(where: str, value: Any, recorded: Any) -> Any:
+    """Return a value whose dicts have their classes again. `recorded`: pairs of path and name, of `classes_in`.
+
+    Raises CheckpointError for other pairs.
+    """
+    if not isinstance(recorded, list) or not all(map(_is_pair, recorded)):
+        raise CheckpointError(f"{where}: the recorded classes of dicts are no list of names by path")
+    return _made(where, value, dict(recorded), ())
+
+
+def _is_pair(pair: Any) -> bool:
+    return (
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and isinstance(pair[0], tuple)
+        and all(type(part) in (str, int) for part in pair[0])
+        and isinstance(pair[1], str)
+    )
+
+
+def _made(where: str, value: Any, names: Mapping[Path, str], path: Path) -> Any:
+    if type(value) is dict:
+        made = {key: _made(where, item, names, (*path, str(key))) for key, item in value.items()}
+        return _of_class(where, made, names[path]) if path in names else made
+    if type(value) in (list, tuple):
+        return type(value)([_made(where, item, names, (*path, index)) for index, item in enumerate(value)])
+    return value
+
+
+def _of_class(where: str, value: dict[Any, Any], name: str) -> Any:
+    if name == OrderedDict.__name__:
+        return OrderedDict(value)
+    if name == Counter.__name__:
+        return Counter(value)
+    kind, _, factory = name.partition(" ")
+    if kind != _DEFAULT or (factory and factory not in _FACTORIES):
+        raise CheckpointError(f"{where}: has a dict of the class {name!r:.80}, which a newer version may know")
+    return defaultdict(_FACTORIES[factory] if factory else None, value)
 
 
 def _is_opened(value: Any) -> bool:
@@ -226,10 +294,8 @@ def _archive(where: str, value: Any, allow_pickle: bool) -> bytes:
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{where}: a {type(value).__name__} cannot be saved: {error}") from error
     if not allow_pickle:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(buffer.getvalue()))
-        others = [name for name in named if not name.startswith(_PLAIN) or name in _UNSAFE]
-        if others or not _has_numbers(value):
-            what = others[0] if others else "numpy array that has other elements than numbers"
+        what = _unread_in(value, buffer.getvalue())
+        if what:
             raise CheckpointError(
                 f"{where}: a {what} can only be pickled: give allow_pickle=True, or save plain values (numbers, str, tuples, "
                 "dicts, tensors, arrays of numbers)"
@@ -237,10 +303,20 @@ def _archive(where: str, value: Any, allow_pickle: bool) -> bytes:
     return buffer.getvalue()
 
 
-def _has_numbers(value: Any) -> bool:
-    """Return whether the numpy arrays inside plain containers have numbers as elements."""
+def _unread_in(value: Any, archive: bytes) -> str:
+    """Return what in a value a load does not read without `allow_pickle`, as a noun; "" if it reads everything."""
+    named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(archive))
+    others = [name for name in named if name not in names_read()]
+    return others[0] if others else _odd_in(value)
+
+
+def _odd_in(value: Any) -> str:
+    """Return what is odd in a value, although the names of its classes are not; "" for nothing."""
     if isinstance(value, (numpy.ndarray, numpy.generic)):
-        return value.dtype.kind in _NUMBERS
-    if isinstance(value, Mapping):
-        return all(map(_has_numbers, value.values()))
-    return not isinstance(value, (list, tuple)) or all(map(_has_numbers, value))
+        return "" if value.dtype.kind in _NUMBERS else "numpy array that has other elements than numbers"
+    if isinstance(value, type):
+        return f"class by itself ({value.__module__}.{value.__qualname__})"
+    children: Iterable[Any] = chain(value, value.values()) if isinstance(value, Mapping) else ()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        children = value
+    return next((odd for child in children if (odd := _odd_in(child))), "")

@@ -9,6 +9,7 @@ format, and the rest of the archive is frames, which are the same for all chunks
 
 from __future__ import annotations
 
+import logging
 import pickle
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,10 +17,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.foreign.archive.torch_zip import ALIGNMENT, TensorStub, frames_around
 from fsdp_optim.foreign.dcp.probe import NAME, VERSION, with_summary
 from fsdp_optim.foreign.dcp.values import (
+    CLASSES,
     KEYS,
     MODEL,
     OF_RANKS,
@@ -28,6 +30,7 @@ from fsdp_optim.foreign.dcp.values import (
     Path,
     ValueFile,
     ValueItem,
+    classes_in,
     flattened,
     items_in,
     other_keys_in,
@@ -57,6 +60,8 @@ from fsdp_optim.layout import Shape
 from fsdp_optim.tensors.elements import check_elements
 from fsdp_optim.tensors.memory import dtype_named
 from fsdp_optim.tensors.model_dict import module_path
+
+log = logging.getLogger("fsdp_optim")
 
 _STATE, _GROUPS = "state", "param_groups"
 _LEAST_CHUNK, _MOST_CHUNK = 4 << 20, 64 << 20  # bytes
@@ -309,10 +314,22 @@ def _paths_of_trees(common: Any) -> dict[str, Path]:
 
 
 def _add_keys(values: ValueFile, where: str, value: Any, name: str) -> None:
-    """Add the keys of the dicts inside a value that are not str. `name`: the name of the extra."""
+    """Add the keys of the dicts inside a value that are not str, and the classes of those that are no plain dicts.
+
+    `name`: the name of the extra.
+    """
     listed = list(other_keys_in(where, value))
     if listed:
         values.add(where, listed, (KEYS, name))
+    classes = list(classes_in(value))
+    recorded = [(path, kind) for path, kind, _ in classes if kind]
+    if recorded:
+        values.add(where, recorded, (KEYS, CLASSES, name))
+    lost = [
+        f"{where}{''.join(f'[{part!r}]' for part in path)} ({cls.__name__})" for path, kind, cls in classes if not kind
+    ]
+    if lost:
+        log.warning("a DCP folder has no place for these classes; they come back as plain dicts: %s", shortened(lost))
 
 
 def _add_optimizer(values: ValueFile, optim: OptimDescription, records: tuple[type, ...]) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive, read_archive
-from fsdp_optim.foreign.archive.tree import children
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.protocols import StoredTensor
-from fsdp_optim.formats.base.unread import Unread
+from fsdp_optim.formats.base.unread import unread_in
 from fsdp_optim.layout import Shape
 from fsdp_optim.storage.base import Opened
 
@@ -114,18 +113,10 @@ def check_same_dtype(what: str, parts: Sequence[StoredTensor], files: Sequence[s
 
 def readable(archive: TorchArchive, name: str, value: Any) -> Any:
     """Return a value of the trainer with its tensors; Withheld for one with an object that is not read."""
-    unread = _unread_in(value)
+    unread = unread_in(value)
     if unread is not None:
         return Withheld(
             f"{archive.where}: {name} has an object of the class {unread.what}, which is not read: load with allow_pickle=True "
             "if you trust the author of the file"
         )
     return archive.materialised(value)
-
-
-def _unread_in(value: Any) -> Unread | None:
-    if isinstance(value, Unread):
-        return value
-    if isinstance(value, StoredTensor):
-        return None
-    return next((unread for _, child in children(value) if (unread := _unread_in(child)) is not None), None)

@@ -10,8 +10,9 @@ from typing import Any
 from msgspec import structs
 
 from fsdp_optim.errors import LayoutError
-from fsdp_optim.foreign.per_rank.rank_files import RankFile, RankFiles, UnreadableOptimError, first_unread, in_runs
+from fsdp_optim.foreign.per_rank.rank_files import RankFile, RankFiles, UnreadableOptimError, in_runs
 from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.formats.base.unread import unread_in
 from fsdp_optim.layout import Shape
 
 _RESERVED = frozenset({"state", "param_groups"})
@@ -64,7 +65,7 @@ def joined(files: RankFiles, dicts: Sequence[Any], live: Mapping[Any, RankParam]
     """
     checked = files.dicts(dicts, what)
     states = files.dicts([of_rank.get("state") for of_rank in checked], f"state of {what}")
-    unread = first_unread([dict(of_rank) for of_rank in checked])
+    unread = unread_in([dict(of_rank) for of_rank in checked])
     if unread is not None:
         raise UnreadableOptimError(
             f"{files.opened.named(files.names[0])}: {what} has an object of the class {unread.what}, which is not read"

@@ -17,7 +17,7 @@ from fsdp_optim.foreign.reader import ForeignValues, Source, versioned
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.index import stored_in
 from fsdp_optim.formats.base.protocols import Chunks, StoredTensor
-from fsdp_optim.formats.base.unread import Unread
+from fsdp_optim.formats.base.unread import Unread, unread_in
 from fsdp_optim.layout import FlatRuns, Placement, Shape
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.tensors.memory import bytes_in_memory
@@ -182,21 +182,13 @@ class RankFiles:
 
 def _extra(archive: TorchArchive, key: Any, value: Any) -> Any:
     """Return one value of the trainer with its tensors, or a `Withheld`."""
-    unread = first_unread(value)
+    unread = unread_in(value)
     if unread is not None:
         return Withheld(f"{key}: has an object of the class {unread.what}, which is loaded with allow_pickle=True only")
     if sum(stored.placement.numel * stored.itemsize for stored in stored_in(value)) > _MOST_EXTRA_NBYTES:
         why = f"{key}: has tensors of more than {_MOST_EXTRA_NBYTES >> 20} MiB, which are not read as extras"
         return Withheld(why, is_unsafe=False)
     return archive.materialised(value)
-
-
-def first_unread(tree: Any) -> Unread | None:
-    """Return an object in dicts and lists whose class is not read; None if there is none."""
-    if isinstance(tree, Unread):
-        return tree
-    items = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple, set)) else ()
-    return next((unread for unread in map(first_unread, items) if unread is not None), None)
 
 
 def same_plain(a: Any, b: Any) -> bool:

@@ -20,7 +20,6 @@ from fsdp_optim.foreign.per_rank.rank_files import (
     UnreadableOptimError,
     by_rank,
     complete,
-    first_unread,
     unreadable,
 )
 from fsdp_optim.foreign.per_rank.rank_halves import RankHalf, ValuesByRank, first_shards, in_order, numbers_in
@@ -28,6 +27,7 @@ from fsdp_optim.foreign.per_rank.torch_shards import DTensorFields, Fields, Shar
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.formats.base.unread import unread_in
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.tensors.model_dict import is_extra_state
 
@@ -287,7 +287,7 @@ class _Merged:
         files, ranks = self._optim.files, list(self._optim.values)
         groups = {rank: self._groups[rank] for rank in ranks}
         try:
-            unread = first_unread(list(groups.values()))
+            unread = unread_in(list(groups.values()))
             if unread is not None:
                 raise UnreadableOptimError(
                     f"{files.opened.where}: the optimizer has an object of the class {unread.what}, which is not read"
