@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -233,9 +234,18 @@ def in_shape(flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into the target at its place, without autograd, in one call of torch."""
-    if targets:
-        with torch.no_grad():
+    """Copy each source into the target at its place, without autograd, in one call of torch.
+
+    That call does not take targets whose elements are conjugated or negated when they are read: they are filled one by one.
+    """
+    are_lazy = [target.is_conj() or target.is_neg() for target in targets]
+    with torch.no_grad():
+        for target, source in zip(compress(targets, are_lazy), compress(sources, are_lazy), strict=True):
+            target.copy_(source)
+        if any(are_lazy):
+            are_plain = [not is_lazy for is_lazy in are_lazy]
+            targets, sources = list(compress(targets, are_plain)), list(compress(sources, are_plain))
+        if targets:
             torch._foreach_copy_(targets, sources)
 
 

@@ -113,6 +113,9 @@ class _PutRight:
         params = _params_in_order(optim, state_dict)
         keeps_on_cpu = cache(lambda: _keeps_on_cpu(optim))
         state, live = dict(state_dict["state"]), optim.state
+        first = next(
+            iter(state), None
+        )  # which some of torch's optimizers ask, on behalf of all, whether steps are tensors
         moves_steps = any(group.get("fused") or group.get("capturable") for group in state_dict["param_groups"])
         for key, values in state_dict["state"].items():
             if key not in params or not isinstance(values, dict):
@@ -121,7 +124,8 @@ class _PutRight:
             device = param.device
             offloaded = _offloaded_names(live.get(param) or {}, values, keeps_on_cpu) if device.type != "cpu" else _NONE
             changing = [*changing_names(param, values), *offloaded]
-            if not changing and not self._own_setstate and _stays(values, device, moves_steps=moves_steps):
+            is_kept = not changing and not self._own_setstate and _stays(values, device, moves_steps=moves_steps)
+            if is_kept and key is not first:
                 self._handed_on.append(key)
                 del state[key]
             elif changing:
@@ -142,7 +146,7 @@ class _PutRight:
                 self._put_back(key, live, given[key], params[key])
         for key in self._handed_on:
             optim.state[params[key]] = dict(given[key])
-        if self._handed_on and len(self._handed_on) < len(given):
+        if self._handed_on and len(self._handed_on) < len(given) - 1:  # else all but the first one, and so in order
             for key in given:  # in this order
                 owner = params.get(key, key)
                 if owner in optim.state:

@@ -11,7 +11,7 @@ import torch
 
 from fsdp_optim.adapters.known import is_sharded_value, read_sharded_value
 from fsdp_optim.errors import StateError
-from fsdp_optim.layout import Placement, Whole
+from fsdp_optim.layout import Placement, Ranks, Whole
 from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import CallArguments, Model
 from fsdp_optim.state.dicts.dialects import given_dict
@@ -64,7 +64,10 @@ def redistribute(
         )
         described, fit = live.fit(described, strict=options.strict, groups=options.param_groups)
         summaries = summarize(described, live.shapes)
-        source = DictEnd(lambda value: _placement_of(state, value), lambda fqn, name: here[fqn, name])
+        source = DictEnd(
+            lambda value: _placement_of(state, value, group.ranks),
+            lambda fqn, name: here[fqn, name] if (fqn, name) in here else flatten(state[fqn][name].value),
+        )
         opaque = _opaque_values(group, state, summaries, source)
         contents = FullContents(summaries, described.groups, described.other_keys, opaque, fit)
         return deliver(group, local, global_state, contents, source)
@@ -129,14 +132,14 @@ def _stand_in(part: ValuePart) -> Any:
     return torch.empty(part.placement.shape, dtype=dtype_named(part.dtype), device="meta")
 
 
-def _placement_of(state: _State, value: StateValue) -> Placement:
-    """Return the placement of a value in the sharded dict."""
-    placement = state[value.fqn][value.name].placement
-    if placement is None:
-        raise StateError(
-            f"{value.fqn}: {value.name} is {state[value.fqn][value.name].value!r}, and has no elements to move"
-        )
-    return placement
+def _placement_of(state: _State, value: StateValue, ranks: Ranks) -> Placement:
+    """Return the placement of a value in the sharded dict. `ranks`: all that make the call."""
+    part = state[value.fqn][value.name]
+    if part.placement is not None:
+        return part.placement
+    if isinstance(part.value, torch.Tensor):  # without dimensions, so that each rank got it with the description
+        return Whole((), ranks)
+    raise StateError(f"{value.fqn}: {value.name} is {part.value!r}, and has no elements to move")
 
 
 def _opaque_values(

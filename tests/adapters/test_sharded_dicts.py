@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp_optim
@@ -185,12 +186,45 @@ def parts_that_differ() -> list[tuple[str, str]]:
     return [error_text(lambda changed=changed: trained.shard(changed)) for changed in other]  # type: ignore[misc]
 
 
+class Scaled(nn.Module):
+    """A temperature, which has no dimensions, beside weights that are cut. `kind`: how the temperature is there."""
+
+    def __init__(self, kind: str, number: float) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.weight = nn.Parameter(distribute_tensor(torch.full((5, 3), number), mesh, [Shard(0)]))
+        scale = torch.tensor(number)
+        self.scale = nn.Parameter(scale if kind == "plain" else distribute_tensor(scale, mesh, [Replicate()]))
+
+
+def without_dimensions() -> None:
+    for kind in ("plain", "DTensor"):
+        model, target = Scaled(kind, 2.0), Scaled(kind, 0.0)
+        optims = [adam(each.parameters()) for each in (model, target)]
+        for number, param in enumerate(model.parameters()):
+            param.grad = torch.full_like(param, number + 0.5)
+        optims[0].step()
+        given = optims[0].state_dict()
+        fsdp_optim.load_optim_state_dict(optims[1], fsdp_optim.reshard_optim_state_dict(target, optims[1], given))
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            of_scale, wanted = (
+                optim.state[each.scale][name] for optim, each in zip(optims[::-1], (target, model), strict=True)
+            )
+            check_same(f"{kind}: {name}", type(of_scale), type(wanted))
+            check_same(
+                f"{kind}: {name}", *(getattr(value, "full_tensor", value.clone)() for value in (of_scale, wanted))
+            )
+
+
 class ShardedDictsTest(unittest.TestCase):
     """The result equals the unwrapped optimizer's state, bit for bit, in every wrapper."""
 
     @expand(*some(CASES, every=2))
     def test_is_accepted(self, case: str) -> None:
         run_on_ranks(into_wrappers, CASES[case][0], case)
+
+    def test_parameters_without_dimensions(self) -> None:
+        run_on_ranks(without_dimensions, 2)
 
     def test_experts_on_sub_meshes(self) -> None:
         by_rank = run_on_ranks(experts_on_sub_meshes, 2)

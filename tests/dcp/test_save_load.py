@@ -87,13 +87,34 @@ def plain_values_and_identity(root: Path) -> None:
     check_same("replaced", held[0], tensor + 1)
 
 
+def ends_of_lists(root: Path) -> None:
+    """torch saves no empty dict, so that a list that ends with one is shorter in its checkpoint: the item stays."""
+    tree: dict[str, Any] = {
+        "runs": [torch.ones(2), {"best": 1}, {}, {}],
+        "losses": [1, 2],
+        "deep": [[torch.ones(1), {}]],
+    }
+    torch_dcp.save(tree, checkpoint_id=root / "a")
+    for load in (torch_dcp.load, dcp.load):
+        runs, losses = [torch.zeros(2), {"best": 0}, {}, {}], [0, 0]
+        into: dict[str, Any] = {"runs": runs, "losses": losses, "deep": [[torch.zeros(1), {}]]}
+        load(into, checkpoint_id=root / "a")
+        check_same(load.__module__, into, tree)
+        check_same("the same list", into["runs"] is runs, load is dcp.load)
+    longer: dict[str, Any] = {"losses": [0, 0, 0]}
+    dcp.load(longer, checkpoint_id=root / "a")
+    check_same("one value", longer, {"losses": [1, 2]})
+
+
 def what_is_refused(root: Path) -> None:
-    dcp.save({"d": {"x": torch.arange(4.0)}, "step": 1}, checkpoint_id=root / "a")
+    dcp.save({"d": {"x": torch.arange(4.0)}, "list": [torch.ones(4)], "step": 1}, checkpoint_id=root / "a")
     kept = torch.full((4,), -1.0)
     for tree, words in (
         ({"d": {"x": kept, "y": kept}}, ("state['d']['y']: this call has it, the checkpoint does not",)),
         ({"d": {"x": kept, "n": 1}}, ("state['d']['n']: this call has it, the checkpoint does not",)),
         ({"d": {"x": kept}, "other": 1}, ("state['other']: this call has it and the checkpoint does not",)),
+        ({"list": [kept, {"n": 1}]}, ("state['list'][1]: this call has it, the checkpoint does not",)),
+        ({"list": [kept, kept]}, ("state['list'][1]: this call has it, the checkpoint does not",)),
         ({"d": {"x": torch.zeros(5)}}, ("state['d']['x']: shape [4] in the checkpoint, [5] here",)),
         ({"d": {"x": torch.zeros(4).double()}}, ("float32 in the checkpoint, float64 here", "cast=True")),
     ):
@@ -136,7 +157,7 @@ def at_another_world_size(root: Path) -> None:
 
 
 def on_ranks(root: Path) -> None:
-    for case in (trees_of_trainers, plain_values_and_identity, what_is_refused, groups_of_ranks):
+    for case in (trees_of_trainers, plain_values_and_identity, ends_of_lists, what_is_refused, groups_of_ranks):
         case(root / case.__name__)
 
 

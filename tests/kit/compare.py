@@ -62,7 +62,11 @@ def _fields_of(value: Any) -> dict[str, Any]:
 
 
 def _bytes(value: Tensor) -> Tensor:
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    if not value.numel():
+        return torch.empty(
+            0, dtype=torch.uint8
+        )  # torch calls it contiguous, whatever its strides, and does not view it as bytes
+    return value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def check_same(what: str, got: Any, wanted: Any, **options: bool) -> None:

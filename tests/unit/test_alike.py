@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
 import torch
+from kit.compare import check_same
 from msgspec import structs
 from torch import nn
 
@@ -42,6 +44,17 @@ def test_scalars_with_equal_bits_are_one_and_all_others_stay_apart() -> None:
         else:
             assert scalar.value is value
     assert [int(scalars.of(nan).value.view(torch.int32)) for nan in nans] == [0x7FC00001, 0x7FC00002]
+
+
+@pytest.mark.parametrize("bits", [0x7F800001, -0x3EDCBB, -(1 << 31), 1, 0x3F800000])
+def test_a_scalar_for_other_ranks_keeps_its_bits(bits: int) -> None:
+    """Also a NaN that signals, which becomes a quiet one where it is a number of Python."""
+    others = (1 + 2j, 2**62 + 1, True, -0.0)
+    for value in (with_bits(bits), torch.tensor(1.5).bfloat16(), *map(torch.tensor, others)):
+        scalar = Scalar.of(value)
+        again = pickle.loads(pickle.dumps(scalar))
+        assert again == scalar
+        check_same("value", again.value, scalar.value)
 
 
 def test_parameters_with_the_same_state_share_a_summary_and_others_do_not() -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,6 +108,18 @@ class SplitTrees:
 
         new = {name: split(value, (name,)) for name, value in values.items()}
         return cls(new, tensors)
+
+
+def is_opened(values: Iterable[Any]) -> bool:
+    """Return whether torch.distributed.checkpoint saves each item of a list by itself: some are dicts or tensors."""
+    return any(
+        isinstance(item, (Mapping, torch.Tensor)) or (isinstance(item, list) and is_opened(item)) for item in values
+    )
+
+
+def is_empty_dict(value: object) -> bool:
+    """Return whether a value is a dict without items, which torch.distributed.checkpoint does not save."""
+    return isinstance(value, Mapping) and not value
 
 
 def _same_key(key: str, first: Sequence[Any], second: Sequence[Any]) -> StateError:

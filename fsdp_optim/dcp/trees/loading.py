@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_optim.adapters import module_of
 from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
-from fsdp_optim.checkpoint.common.trees import is_tree_tensor
+from fsdp_optim.checkpoint.common.trees import is_opened, is_tree_tensor
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.dcp.storage.reader import reader_for
 from fsdp_optim.dcp.trees.meta_values import with_memory
@@ -140,8 +140,10 @@ def _filled(live: Any, saved: Any) -> Any:
         for key in live:
             live[key] = _filled(live[key], saved[key])
         return live
-    if type(live) is list and isinstance(saved, list) and len(live) == len(saved):
-        live[:] = [_filled(item, other) for item, other in zip(live, saved, strict=True)]
+    is_list = type(live) is list and isinstance(saved, list)
+    # Of a list with dicts or tensors torch saves each item by itself, and an empty dict at its end not at all.
+    if is_list and (len(live) == len(saved) or (len(live) > len(saved) and is_opened(live))):
+        live[: len(saved)] = [_filled(item, other) for item, other in zip(live, saved, strict=False)]
         return live
     if type(live) is tuple and isinstance(saved, tuple) and len(live) == len(saved):
         return tuple(_filled(item, other) for item, other in zip(live, saved, strict=True))

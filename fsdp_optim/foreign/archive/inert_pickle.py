@@ -7,6 +7,7 @@ not in the table becomes an `Unread`. Nothing is imported, and only the methods 
 from __future__ import annotations
 
 import importlib
+import pickle
 import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict
@@ -16,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.archive.pickle_table import Global, Known, Table, checked_keys, is_left
+from fsdp_optim.foreign.archive.pickle_table import Global, Known, Table, checked_keys, is_left, set_state
 from fsdp_optim.foreign.archive.tree import mapped
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.unread import Unread
@@ -126,10 +127,12 @@ class Unpickler:
     def do_dup(self, argument: Any) -> None:
         self._stack.append(self._stack[-1])
 
-    def do_proto(self, argument: Any) -> None:
-        pass
+    def do_proto(self, argument: int) -> None:
+        if argument > pickle.HIGHEST_PROTOCOL:
+            raise ValueError(f"a pickle of the protocol {argument}")
 
-    do_frame = do_proto
+    def do_frame(self, argument: int) -> None:
+        pass
 
     def do_put(self, index: int) -> None:
         self._memo[index] = self._stack[-1]
@@ -351,7 +354,7 @@ class Unpickler:
         elif self._is_stand_in(target) and hasattr(type(target), "__setstate__"):
             target.__setstate__(state)
         elif self._prepared is not None and not isinstance(target, Known):
-            _set_state(target, self._real([state])[0])
+            set_state(target, self._real([state])[0])
         elif not is_left(target):
             raise TypeError(f"a state for a {type(target).__name__}")
 
@@ -383,17 +386,3 @@ def _without_warnings() -> Iterator[None]:
         yield
     except Warning as warning:
         raise ValueError(f"{warning}") from warning
-
-
-def _set_state(target: Any, state: Any) -> None:
-    """Give a real object its state, as pickle does."""
-    if hasattr(target, "__setstate__"):
-        target.__setstate__(state)
-        return
-    slots: Any = None
-    if isinstance(state, tuple) and len(state) == 2:
-        state, slots = state
-    if state:
-        target.__dict__.update(state)
-    for name, value in (slots or {}).items():
-        setattr(target, name, value)

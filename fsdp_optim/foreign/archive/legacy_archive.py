@@ -81,7 +81,10 @@ class LegacyStorages:
         if view is not None:
             raise ValueError("a storage that is a view of another one, as torch before 0.4 wrote it")
         storage = storage_of(tuple(described))
-        return self._storages.setdefault(storage.key, storage)
+        first = self._storages.setdefault(storage.key, storage)
+        if first.nbytes != storage.nbytes:
+            raise ValueError(f"the storage {storage.key!r:.80} has two sizes")
+        return storage
 
     def source(self, storage: Storage) -> Source:
         """Return the place of the bytes of a storage."""

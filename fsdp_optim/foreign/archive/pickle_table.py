@@ -78,3 +78,17 @@ def _is_small_tuple(key: Any, depth: int = 3) -> bool:
         and len(key) <= _MOST_IN_KEY
         and all(type(item) in _KEYS or _is_small_tuple(item, depth - 1) for item in key)
     )
+
+
+def set_state(target: Any, state: Any) -> None:
+    """Give a real object its state, as pickle does."""
+    if hasattr(target, "__setstate__"):
+        target.__setstate__(state)
+        return
+    slots: Any = None
+    if isinstance(state, tuple) and len(state) == 2:
+        state, slots = state
+    if state:
+        target.__dict__.update(state)
+    for name, value in (slots or {}).items():
+        setattr(target, name, value)

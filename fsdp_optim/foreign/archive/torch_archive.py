@@ -194,7 +194,7 @@ class _Places(TensorMaker):
 
     def __init__(self, opened: Opened, name: str, prefix: str, source_of: Callable[[Storage], Source]) -> None:
         self._opened, self._name, self._prefix, self._source_of = opened, name, prefix, source_of
-        self._of_storages: dict[str, Source] = {}
+        self._of_storages: dict[tuple[str, int], Source] = {}  # by key and number of bytes: each size is checked
         self.sources: dict[str, Source] = {}
         self.nbytes_used: dict[str, int] = {}  # of each storage, by its tensors
 
@@ -202,9 +202,10 @@ class _Places(TensorMaker):
         key = view.storage.key
         if not view.numel:
             return StoredTensor("", view.dtype, view.shape, self._name, 0)
-        if key not in self._of_storages:
-            self._of_storages[key] = self._source_of(view.storage)
-        source = self._of_storages[key]
+        sized = key, view.storage.nbytes
+        if sized not in self._of_storages:
+            self._of_storages[sized] = self._source_of(view.storage)
+        source = self._of_storages[sized]
         self.nbytes_used[key] = self.nbytes_used.get(key, 0) + view.num_spanned * view.itemsize
         if not view.is_contiguous:
             if view.numel * view.itemsize > max(_MOST_COPY, 2 * view.num_spanned * view.itemsize):

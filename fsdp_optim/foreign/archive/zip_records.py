@@ -198,8 +198,10 @@ class Records:
         """Return the byte at which a record begins, if torch wrote the archive; None if only the local header says it.
 
         torch pads each local header so that the record begins at a multiple of 64 bytes. That is certain where the next header
-        begins exactly where this record then ends.
+        begins exactly where this record then ends, unless a data descriptor lies between, whose length only its writer knows.
         """
+        if info.flag_bits & _HAS_DESCRIPTOR and (info.create_version or info.extract_version):
+            return None  # of another writer: torch's gives no version
         header, nbytes = info.header_offset, info.file_size
         is_large = header >= _LARGE or nbytes >= _LARGE
         start = header + _HEADER_NBYTES + len(_encoded_name(info)) + _PADDING_NBYTES

@@ -90,7 +90,7 @@ class Memo:
     def texts(self, tokens: Tokens, numbers: Numbers) -> list[Any]:
         """Return texts, and the numbers among them.
 
-        A new text is added under its number of `numbers`. Equal ones are one object.
+        A new text is added under its number of `numbers`: how many values the memo has there. Equal ones are one object.
         """
         places = numpy.flatnonzero(tokens.are_texts)
         texts = tokens.texts(places)
@@ -106,6 +106,8 @@ class Memo:
         values[places] = texts
         places = numpy.flatnonzero(tokens.are_refs)
         of_memo = tokens.numbers(places)
+        if (of_memo >= numbers[places]).any():
+            raise ValueError("a reference to what comes later")
         ids = self._of_texts.at(of_memo)
         values[places] = self._texts[ids]
         missing = numpy.flatnonzero(ids < 0)
@@ -148,8 +150,8 @@ class Memo:
         of_all, each = numpy.concatenate(numbers), numpy.concatenate(ids)
         self._of_sizes.add(of_all[each >= 0], each[each >= 0])
 
-    def resolve_sizes(self, tokens: Sequence[bytes], ids: Numbers) -> None:
-        """Put the ids of sizes that are of the memo among the others."""
+    def resolve_sizes(self, tokens: Sequence[bytes], ids: Numbers, before: Numbers) -> None:
+        """Put the ids of sizes that are of the memo among the others. `before`: how many values the memo has at each token."""
         if (ids >= 0).all():
             return
         of_memo = Tokens(tokens)
@@ -157,6 +159,8 @@ class Memo:
             raise ValueError("no size")
         places = numpy.flatnonzero((ids < 0) & of_memo.are_refs)
         numbers = of_memo.numbers(places)
+        if (numbers >= before[places]).any():
+            raise ValueError("a reference to what comes later")
         ids[places] = self._of_sizes.at(numbers)
         for at, number in zip(places.tolist(), numbers.tolist(), strict=True):
             if ids[at] < 0:

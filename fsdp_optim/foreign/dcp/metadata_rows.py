@@ -132,12 +132,15 @@ class TensorRows:
             [size, offsets, sizes],
         )
         columns = [size_tokens, offset_tokens, sizes_tokens]
-        for tokens, ids in zip(columns, (size, offsets, sizes), strict=True):
-            memo.resolve_sizes(tokens, ids)
+        befores = [starts + _HEAD, of_chunks + 2, after]
+        for tokens, ids, before in zip(columns, (size, offsets, sizes), befores, strict=True):
+            memo.resolve_sizes(tokens, ids, before)
         self._add(texts, dtype=dtypes, size=size, num_chunks=nums, offsets=offsets, sizes=sizes)
 
     def _dtype_in(self, head: bytes) -> int:
-        of_class, properties, of_properties, dtype, *_, size = refs_in(head)
+        of_class, properties, of_properties, dtype, *others, size = refs_in(head)
+        for other in others:
+            self._memo.value(other)  # the layout and the like, which are not needed, and must be there
         self._memo.check(of_class, SavedTensor)
         self._memo.check(properties, "properties")
         self._memo.check(of_properties, SavedProperties)
@@ -242,7 +245,7 @@ class PlaceRows:
         named = memo.texts(texts, numpy.concatenate([numbers["fqn"], at + _OF_OBJECT]))
         if {*map(type, named)} != {str}:
             raise ValueError("a key or a file that is no text")
-        memo.resolve_sizes(index["offset"], offsets)
+        memo.resolve_sizes(index["offset"], offsets, numbers["offset"])
         self._add(
             named[: len(rows)],
             offsets,
@@ -266,4 +269,7 @@ class PlaceRows:
         if len(third) > 1:
             raise ValueError("entries with several attributes in one place")
         values = [*columns[1:4:2], tuple([value or NONE for value in columns[5]])]
-        return dict(zip(map(self._memo.text, numbers), values, strict=False))
+        names = list(map(self._memo.text, numbers))
+        if len({*names}) < len(names):
+            raise ValueError("an attribute that is there twice")
+        return dict(zip(names, values, strict=False))

@@ -12,7 +12,7 @@ import torch
 from fsdp_optim.layout import Placement, cut_of
 from fsdp_optim.state.values.kinds import Kind
 from fsdp_optim.state.values.same import key_of, key_of_number
-from fsdp_optim.tensors.memory import dtype_name, dtype_named
+from fsdp_optim.tensors.memory import bytes_in_memory, dtype_name, dtype_named
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Scalar:
         return f"{self.value!r}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return a small pickle for other ranks: a tensor is stored as its number, which is exact."""
+        """Return a small pickle for other ranks: a tensor is stored as its bytes, with every bit of a NaN."""
         if isinstance(self.value, torch.Tensor):
-            return _tensor_scalar, (self.key, dtype_name(self.value.dtype), self.value.item())
+            return _tensor_scalar, (self.key, dtype_name(self.value.dtype), bytes_in_memory(self.value))
         return Scalar, (self.key, self.value)
 
 
-def _tensor_scalar(key: str, dtype: str, number: complex) -> Scalar:
-    return Scalar(key, torch.tensor(number, dtype=dtype_named(dtype), device="cpu"))
+def _tensor_scalar(key: str, dtype: str, data: bytes) -> Scalar:
+    return Scalar(key, torch.frombuffer(bytearray(data), dtype=dtype_named(dtype)).view(()))
 
 
 _STACKED = frozenset(
