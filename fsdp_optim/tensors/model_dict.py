@@ -50,11 +50,11 @@ def with_versions(entries: Mapping[str, Any], versions: Mapping[str, Any]) -> Or
 def versions_beside(model: object) -> dict[str, Any]:
     """Return the versions of the code of modules by path, as far as a model's dict has them beside its entries.
 
-    Wrappers clean the names of entries, and not these paths, so that they are cleaned here.
+    Wrappers clean the names of entries, and not these paths, so that a module has both here.
     """
-    metadata = getattr(model, _BESIDE, None)
-    return {
-        unwrapped_path(path): of_module.get(_VERSION)  # a wrapper comes before its module, whose version counts
-        for path, of_module in (metadata.items() if isinstance(metadata, Mapping) else ())
-        if isinstance(path, str) and isinstance(of_module, Mapping)
-    }
+    metadata, versions = getattr(model, _BESIDE, None), dict[str, Any]()
+    for path, of_module in metadata.items() if isinstance(metadata, Mapping) else ():
+        if isinstance(path, str) and isinstance(of_module, Mapping):
+            # A wrapper comes before its module, whose version counts.
+            versions[path] = versions[unwrapped_path(path)] = of_module.get(_VERSION)
+    return versions

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fsdp_optim
-from fsdp_optim.foreign.per_rank import olmo_local
 from fsdp_optim.state.dicts.names import WrappedNames
+from fsdp_optim.tensors.model_dict import unwrapped_path
 from fsdp_optim.testing import run_on_ranks
 
 NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module")
@@ -189,8 +189,8 @@ class NamesTest(InFolder):
         self.assertIsNone(WrappedNames({"_orig_mod.a.w", "a._orig_mod.w"}, parts).find("a.w"))
 
     def test_olmos_names_lose_no_part_of_a_component(self) -> None:
-        cases = {"a_orig_mod.weight": "a_orig_mod.weight", "_orig_mod.a._fsdp_wrapped_module.": "a.", "_orig_mod": ""}
-        self.assertEqual({name: olmo_local._clean(name) for name in cases}, cases)
+        cases = {"a_orig_mod.weight": "a_orig_mod.weight", "_orig_mod.a._fsdp_wrapped_module.": "a", "_orig_mod": ""}
+        self.assertEqual({name: unwrapped_path(name) for name in cases}, cases)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from parameterized import parameterized
 import fsdp_optim
 
 FORMATS = ("safetensors", "dcp", "torchtitan")
+PICKLED = fsdp_optim.ConvertOptions(allow_pickle=True)  # defaultdicts need it in files of torch
 WRITTEN = ("torch", "torch_file", "deepspeed_universal")  # by convert
 
 
@@ -130,6 +131,20 @@ class InValues(unittest.TestCase):
             self.path = self.path.with_name(f"to {name}")
             fsdp_optim.convert(own, self.path, format=format)
             check_same(format, typed(self.load()), typed(DICTS[name]))
+
+    @parameterized.expand([("dcp",), ("torchtitan",)])
+    def test_values_of_an_optimizer(self, format: str) -> None:
+        first = self.optim.state[next(iter(self.model.parameters()))]
+        first["maps"] = OrderedDict(b=[Counter(a=1)], a={1: defaultdict(int, x=2)})
+        self.optim.param_groups[0]["plan"] = OrderedDict(b=1, a={"c": Counter(x=1)})
+        fsdp_optim.save(self.path, self.model, self.optim, format=format)
+        target = adam(self.model.parameters())
+        fsdp_optim.load(self.path, self.model, target)
+        check_same("the group", typed(target.param_groups[0]["plan"]), typed(self.optim.param_groups[0]["plan"]))
+        # torch's load_state_dict() makes plain dicts of those in the state, a file has them as they are
+        fsdp_optim.convert(self.path, self.path.with_name("to"), format="torch", options=PICKLED)
+        saved = torch.load(self.path.with_name("to") / "optim.pt", weights_only=False)
+        check_same("the state", typed(saved["state"][0]["maps"]), typed(first["maps"]))
 
     def test_extra_state_of_modules(self) -> None:
         class Remembering(torch.nn.Linear):

@@ -123,6 +123,19 @@ class TorchWriterTest(SharedFolder):
                 options=fsdp_optim.ConvertOptions(durable=False),
             )
 
+    def test_fairscale_has_no_parameters_without_dimensions(self) -> None:
+        """It takes the state of one for that of the whole flat parameter."""
+        model = torch.nn.ParameterDict({"scale": torch.tensor(2.0), "weight": torch.ones(3)})
+        optim = torch.optim.Adam(model.parameters())
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optim.step()
+        path = self.root / "without dimensions"
+        fsdp_optim.save(path, model, optim, options=fsdp_optim.SaveOptions(durable=False))
+        with self.assertRaisesRegex(CheckpointError, "scale: has no dimensions, and fairscale .* write the format"):
+            fsdp_optim.convert(path, self.root / "y", format="fairscale")
+        self.assertFalse((self.root / "y").exists())
+
     def test_by_name(self) -> None:
         fsdp_optim.convert(
             self.root / "FSDP2",

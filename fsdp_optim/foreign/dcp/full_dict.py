@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.dcp.keys import GROUPS, STATE, Leaf
-from fsdp_optim.foreign.dcp.values import keys_by_path, with_recorded
+from fsdp_optim.foreign.dcp.values import Path, classes_by_path, keys_by_path, with_classes, with_recorded
 from fsdp_optim.formats.base.codec import Withheld
 
 
@@ -99,21 +99,27 @@ def full_dict(
     return {STATE: ChangedTree(state, fill), GROUPS: groups, **others}
 
 
-def with_optimizer_keys(where: str, full: Mapping[str, Any] | None, listed: Any) -> Mapping[str, Any] | None:
-    """Return a full dict with the keys that its dicts had, as the writer has recorded them.
+def with_optimizer_keys(
+    where: str, full: Mapping[str, Any] | None, listed: Any, classes: Any
+) -> Mapping[str, Any] | None:
+    """Return a full dict with the keys and the classes that its dicts had, as the writer has recorded them.
 
-    `listed`: None: they had no others than str.
+    `listed`, `classes`: None: they had no keys but str, and were plain dicts.
     """
-    if full is None or listed is None:
+    if full is None or (listed is None and classes is None):
         return full
     if isinstance(listed, Withheld):
         raise CheckpointError(f"{listed.why}; it is a key in the optimizer's state")
-    by_path = keys_by_path(where, listed)
+    by_path, of_class = keys_by_path(where, listed or []), classes_by_path(where, classes or [])
+
+    def made(part: Any, path: Path) -> Any:
+        return with_classes(where, with_recorded(where, part, by_path, path), of_class, path)
+
     rest = {key: value for key, value in full.items() if key not in (STATE, GROUPS)}
     return {
-        STATE: ChangedTree(full[STATE], lambda name, part: with_recorded(where, part, by_path, (STATE, name))),
-        GROUPS: with_recorded(where, full[GROUPS], by_path, (GROUPS,)),
-        **with_recorded(where, rest, by_path, ()),
+        STATE: ChangedTree(full[STATE], lambda name, part: made(part, (STATE, name))),
+        GROUPS: made(full[GROUPS], (GROUPS,)),
+        **made(rest, ()),
     }
 
 

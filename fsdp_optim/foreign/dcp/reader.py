@@ -22,6 +22,7 @@ from fsdp_optim.foreign.dcp.stored_table import StoredTable
 from fsdp_optim.foreign.dcp.tensor_table import ItemPlace, Tensor, TensorTable, as_table
 from fsdp_optim.foreign.dcp.trainer_values import (
     WholeReading,
+    classes_of,
     keys_in_parts,
     trees_of_ranks,
     with_keys_of,
@@ -220,7 +221,7 @@ def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning, summary: Mani
         opened,
         DCP.name,
         stored.named(meaning.model),
-        with_optimizer_keys(opened.where, full, keys.values.get(OPTIM)),
+        with_optimizer_keys(opened.where, full, keys.values.get(OPTIM), classes_of(keys.values, OPTIM)),
         items.sources,
         extra_values={**with_own_keys(extra.values, keys.values, COMMON), **of_lightning},
         extra_trees={**in_trees, **of_lightning},

@@ -13,7 +13,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.dcp.full_dict import filled, keys_in
 from fsdp_optim.foreign.dcp.items import Items, read_values, unread_class_in
 from fsdp_optim.foreign.dcp.tensor_table import ItemPlace, Tensor
-from fsdp_optim.foreign.dcp.values import CLASSES, KEYS, OF_RANKS, with_classes, with_keys
+from fsdp_optim.foreign.dcp.values import CLASSES, KEYS, OF_RANKS, classes_by_path, with_classes, with_keys
 from fsdp_optim.foreign.reader import ForeignValues
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
@@ -51,8 +51,14 @@ def with_keys_of(where: str, value: Any, keys: Mapping[str, Any], part: str) -> 
     if isinstance(listed, Withheld):
         return dict.fromkeys(value, listed) if isinstance(value, Mapping) else listed
     made = value if listed is None else with_keys(where, value, listed)
-    classes = keys.get(CLASSES, {})
-    return with_classes(where, made, classes[part]) if isinstance(classes, Mapping) and part in classes else made
+    classes = classes_of(keys, part)
+    return made if classes is None else with_classes(where, made, classes_by_path(where, classes), ())
+
+
+def classes_of(keys: Mapping[str, Any], part: str) -> Any:
+    """Return what is recorded of the classes of dicts in one part; None for nothing."""
+    classes = keys.get(CLASSES)
+    return classes.get(part) if isinstance(classes, Mapping) else None
 
 
 def trees_of_ranks(extra: Mapping[str, Any]) -> list[Any] | None:

@@ -130,7 +130,11 @@ def with_recorded(where: str, value: Any, by_path: Mapping[Path, list[Any]], pat
     return value
 
 
-def classes_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, str, type]]:
+DictClass: TypeAlias = "tuple[Path, str, type]"
+"""The path of a dict, the recorded name of its class, and the class."""
+
+
+def classes_in(value: Any, path: Path = ()) -> Iterator[DictClass]:
     """Yield the path, recorded name and class of each dict inside a value that is no plain dict.
 
     The name is "" for a class that is not recorded: such a dict comes back as a plain one.
@@ -157,14 +161,11 @@ def _named(value: Mapping[Any, Any]) -> str:
     return f"{_DEFAULT} {name}" if _FACTORIES.get(name) is factory else ""
 
 
-def with_classes(where: str, value: Any, recorded: Any) -> Any:
-    """Return a value whose dicts have their classes again. `recorded`: pairs of path and name, of `classes_in`.
-
-    Raises CheckpointError for other pairs.
-    """
+def classes_by_path(where: str, recorded: Any) -> dict[Path, str]:
+    """Return recorded classes by the path of their dict. Raises CheckpointError for others than pairs of path and name."""
     if not isinstance(recorded, list) or not all(map(_is_pair, recorded)):
-        raise CheckpointError(f"{where}: the recorded classes of dicts are no list of names by path")
-    return _made(where, value, dict(recorded), ())
+        raise CheckpointError(f"{where}: {KEYS}: {CLASSES} is not a list of names by path")
+    return dict(recorded)
 
 
 def _is_pair(pair: Any) -> bool:
@@ -177,12 +178,13 @@ def _is_pair(pair: Any) -> bool:
     )
 
 
-def _made(where: str, value: Any, names: Mapping[Path, str], path: Path) -> Any:
+def with_classes(where: str, value: Any, names: Mapping[Path, str], path: Path) -> Any:
+    """Return a value whose dicts have their recorded classes again. `path`: its own place among those of `names`."""
     if type(value) is dict:
-        made = {key: _made(where, item, names, (*path, str(key))) for key, item in value.items()}
+        made = {key: with_classes(where, item, names, (*path, str(key))) for key, item in value.items()}
         return _of_class(where, made, names[path]) if path in names else made
     if type(value) in (list, tuple):
-        return type(value)([_made(where, item, names, (*path, index)) for index, item in enumerate(value)])
+        return type(value)([with_classes(where, item, names, (*path, index)) for index, item in enumerate(value)])
     return value
 
 

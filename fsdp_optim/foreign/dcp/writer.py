@@ -27,6 +27,7 @@ from fsdp_optim.foreign.dcp.values import (
     OF_RANKS,
     OPTIM,
     VERSIONS,
+    DictClass,
     Path,
     ValueFile,
     ValueItem,
@@ -321,7 +322,11 @@ def _add_keys(values: ValueFile, where: str, value: Any, name: str) -> None:
     listed = list(other_keys_in(where, value))
     if listed:
         values.add(where, listed, (KEYS, name))
-    classes = list(classes_in(value))
+    _add_classes(values, where, list(classes_in(value)), name)
+
+
+def _add_classes(values: ValueFile, where: str, classes: Sequence[DictClass], name: str) -> None:
+    """Add the classes of dicts, and warn of those that are lost. `name`: as for `_add_keys`."""
     recorded = [(path, kind) for path, kind, _ in classes if kind]
     if recorded:
         values.add(where, recorded, (KEYS, CLASSES, name))
@@ -353,23 +358,26 @@ def _add_optimizer(values: ValueFile, optim: OptimDescription, records: tuple[ty
             _add_value(values, f"{fqn}: {name!r} of its state", value, (OPTIM, _STATE, fqn, str(name)))
     for name, value in optim.other_keys.items():
         _add_value(values, f"optimizer[{name!r}]", value, (OPTIM, str(name)))
-    listed = list(_optimizer_keys(optim))
+    listed, classes = list[tuple[Path, list[Any]]](), list[DictClass]()
+    for value, path in _optimizer_values(optim):
+        listed += other_keys_in(OPTIM, value, path)
+        classes += classes_in(value, path)
     if listed:
         values.add("the optimizer", listed, (KEYS, OPTIM))
+    _add_classes(values, "optimizer", classes, OPTIM)
 
 
-def _optimizer_keys(optim: OptimDescription) -> Iterator[tuple[Path, list[Any]]]:
-    """Yield the path and the keys of each dict inside an optimizer's dict that has other keys than str."""
+def _optimizer_values(optim: OptimDescription) -> Iterator[tuple[Any, Path]]:
+    """Yield the parts of an optimizer's dict that are dicts, or may have some inside, each with its path."""
     for index, group in enumerate(optim.groups):
-        values = {**dict(group.hyperparameters), "params": None}
-        yield from other_keys_in(OPTIM, values, (_GROUPS, index))
+        yield {**dict(group.hyperparameters), "params": None}, (_GROUPS, index)
     for fqn, param in optim.params.items():
         if not all(type(name) is str for name, _, _ in param.values):
-            yield from other_keys_in(OPTIM, dict.fromkeys(name for name, _, _ in param.values), (_STATE, fqn))
+            yield dict.fromkeys(name for name, _, _ in param.values), (_STATE, fqn)
         for name, kind, value in param.values:
             if kind in (SCALAR, OPAQUE) and isinstance(value, (Mapping, list)):
-                yield from other_keys_in(OPTIM, value, (_STATE, fqn, str(name)))
-    yield from other_keys_in(OPTIM, optim.other_keys)
+                yield value, (_STATE, fqn, str(name))
+    yield optim.other_keys, ()
 
 
 def _paths_of(optim: OptimDescription | None) -> dict[str, Path]:

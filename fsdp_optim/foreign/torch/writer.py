@@ -330,6 +330,12 @@ def _check_fits_fairscale(optim: OptimDescription) -> None:
         raise CheckpointError(
             f"{without[0]}: has no state, and others have: fairscale's full dict has one state for the whole flat parameter"
         )
+    for fqn, param in optim.params.items():
+        if not param.shape and any(kind not in (SCALAR, OPAQUE) for _, kind, _ in param.values):
+            raise CheckpointError(
+                f"{fqn}: has no dimensions, and fairscale takes such a parameter's state for that of the whole flat parameter: "
+                'write the format "torch", and load it by fsdp_optim.scatter_full_optim_state_dict'
+            )
 
 
 def _fairscales(full: dict[str, Any]) -> dict[str, Any]:

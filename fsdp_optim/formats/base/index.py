@@ -7,6 +7,7 @@ values of the trainer are decoded when they are asked for, because pickles in th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias
@@ -253,7 +254,13 @@ def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
         return tree
     if type(tree) is dict or isinstance(tree, Mapping):
         new = {key: function(value) for key, value in tree.items()}
-        return tree if all(new[key] is value for key, value in tree.items()) else new
+        if all(new[key] is value for key, value in tree.items()):
+            return tree
+        if type(tree) is dict or not isinstance(tree, dict):
+            return new
+        made = copy(tree)  # of the same class
+        dict.update(made, new)  # a Counter would add them
+        return made
     if isinstance(tree, (list, tuple)):
         items = [function(value) for value in tree]
         return tree if all(new is value for new, value in zip(items, tree, strict=True)) else type(tree)(items)
