@@ -146,6 +146,23 @@ class InValues(unittest.TestCase):
         saved = torch.load(self.path.with_name("to") / "optim.pt", weights_only=False)
         check_same("the state", typed(saved["state"][0]["maps"]), typed(first["maps"]))
 
+    def test_dicts_with_tensors_in_an_optimizer(self) -> None:
+        """Of this library's formats, and of torch.save."""
+        value = OrderedDict(b=[torch.ones(2), {"c": OrderedDict(d=torch.zeros(1))}], a=Counter(x=1))
+        self.optim.state[next(iter(self.model.parameters()))]["maps"] = value
+        self.optim.param_groups[0]["plan"] = value
+        torch.save(
+            {"model": self.model.state_dict(), "optimizer": self.optim.state_dict()}, self.path.with_name("torch")
+        )
+        for format in FORMATS:
+            fsdp_optim.save(self.path.with_name(format), self.model, self.optim, format=format)
+        for source in (*FORMATS, "torch"):
+            to_file = self.path.with_name(f"from {source}")
+            fsdp_optim.convert(self.path.with_name(source), to_file, model=self.model, format="torch", options=PICKLED)
+            saved = torch.load(to_file / "optim.pt", weights_only=False)
+            check_same(source, typed(saved["state"][0]["maps"]), typed(value))
+            check_same(source, typed(saved["param_groups"][0]["plan"]), typed(value))
+
     def test_extra_state_of_modules(self) -> None:
         class Remembering(torch.nn.Linear):
             seen: Any = OrderedDict(b=1, a=Counter(x=2))

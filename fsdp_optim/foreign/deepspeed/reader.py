@@ -17,6 +17,7 @@ from fsdp_optim.foreign.deepspeed.trees import mapping, read_files
 from fsdp_optim.foreign.deepspeed.universal import read_universal
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader, Source
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
+from fsdp_optim.formats.base.index import in_class_of
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.storage.base import Opened
 
@@ -137,7 +138,7 @@ def _keyed(value: Any, path: str) -> Any:
     if isinstance(value, StoredTensor):
         return structs.replace(value, key=path)
     if isinstance(value, dict):
-        return {name: _keyed(child, join(name)) for name, child in value.items()}
+        return in_class_of(value, {name: _keyed(child, join(name)) for name, child in value.items()})
     if isinstance(value, (list, tuple)):
         return type(value)(_keyed(child, join(index)) for index, child in enumerate(value))
     return value

@@ -11,6 +11,7 @@ from msgspec import structs
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.foreign.per_rank.rank_files import RankFile, RankFiles, UnreadableOptimError, in_runs
+from fsdp_optim.formats.base.index import in_class_of
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.unread import unread_in
 from fsdp_optim.layout import Shape
@@ -125,7 +126,7 @@ def with_keys(tree: Any, key: str) -> Any:
     if isinstance(tree, StoredTensor):
         return tree if tree.key else structs.replace(tree, key=key)
     if isinstance(tree, Mapping):
-        return {name: with_keys(value, f"{key}.{name}") for name, value in tree.items()}
+        return in_class_of(tree, {name: with_keys(value, f"{key}.{name}") for name, value in tree.items()})
     if isinstance(tree, (list, tuple)):
         return type(tree)(with_keys(value, f"{key}.{index}") for index, value in enumerate(tree))
     return tree

@@ -26,7 +26,7 @@ from fsdp_optim.foreign.torch.roles import (
     recorded_parts,
 )
 from fsdp_optim.formats.base.codec import Withheld
-from fsdp_optim.formats.base.index import stored_in
+from fsdp_optim.formats.base.index import in_class_of, stored_in
 from fsdp_optim.formats.base.protocols import COMMON, SavedWeights, StoredTensor
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.formats.base.unread import Unread, unread_in
@@ -348,7 +348,8 @@ def _with_keys(tree: Mapping[str, Any]) -> Mapping[str, Any]:
             place = (value.file, value.start, value.dtype, value.shape)
             return structs.replace(value, key=names.setdefault(place, path) if prod(value.shape) else path)
         if isinstance(value, Mapping):
-            return {key: keyed(item, f"{path}.{key}" if path else f"{key}") for key, item in value.items()}
+            items_of = {key: keyed(item, f"{path}.{key}" if path else f"{key}") for key, item in value.items()}
+            return in_class_of(value, items_of)
         if isinstance(value, (list, tuple)):
             items = (keyed(item, f"{path}.{index}") for index, item in enumerate(value))
             return type(value)(items) if type(value) in (list, tuple) else value

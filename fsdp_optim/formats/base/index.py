@@ -248,19 +248,22 @@ def _collect(values: Iterable[Any], stored: list[StoredTensor]) -> None:
             _collect(value.values(), stored)
 
 
+def in_class_of(tree: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return other values of the same keys as a dict of the same class: an OrderedDict, a Counter, a defaultdict."""
+    if type(tree) is dict or not isinstance(tree, dict):
+        return values
+    made = copy(tree)
+    dict.update(made, values)  # a Counter would add them
+    return made
+
+
 def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
     """Return a dict or a list with `function(item)` in the place of each item; the same object if nothing changes."""
     if type(tree) in _LEAVES:
         return tree
     if type(tree) is dict or isinstance(tree, Mapping):
         new = {key: function(value) for key, value in tree.items()}
-        if all(new[key] is value for key, value in tree.items()):
-            return tree
-        if type(tree) is dict or not isinstance(tree, dict):
-            return new
-        made = copy(tree)  # of the same class
-        dict.update(made, new)  # a Counter would add them
-        return made
+        return tree if all(new[key] is value for key, value in tree.items()) else in_class_of(tree, new)
     if isinstance(tree, (list, tuple)):
         items = [function(value) for value in tree]
         return tree if all(new is value for new, value in zip(items, tree, strict=True)) else type(tree)(items)
