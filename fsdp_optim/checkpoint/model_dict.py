@@ -34,11 +34,17 @@ from fsdp_optim.results.calls import Incompatible
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.tensors.memory import detached_copy, dtype_name, flatten, is_plain
-from fsdp_optim.tensors.model_dict import is_extra_state, module_path, versions_beside, with_versions
+from fsdp_optim.tensors.model_dict import (
+    is_extra_state,
+    module_path,
+    plain_version,
+    versions_beside,
+    with_versions,
+)
 from fsdp_optim.transport.agree import agree, all_gather_bytes, exchange_reports
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.verbs.call import agree_on_state, collective_call
+from fsdp_optim.verbs.call import Local, agree_on_state, collective_call
 from fsdp_optim.verbs.gather import Gathering, move_state
 from fsdp_optim.verbs.replicas import compare_shards
 
@@ -76,30 +82,35 @@ def gather_model(model: Model, options: GatherArguments) -> dict[str, Any] | Non
         values = _copied(
             group, module_values.collect(group, local.module_values, global_state, recipients), global_state
         )
-        versions = _versions(group, reader, local.view.given_names)
+        versions = _versions(group, reader, local)
         if group.rank not in recipients:
             return None
         full = {fqn: tensors[fqn, WEIGHT] for fqn in wanted}
         full |= {alias: full[fqn] for alias, fqn in local.view.aliases.items() if fqn in full}
         values |= {alias: values[fqn] for alias, fqn in local.module_values.aliases.items() if fqn in values}
         full |= values
-        return with_versions(full, {path: versions.get(path, _FIRST) for path in (*versions, *_modules_of(full))})
+        others = (
+            () if local.view.given_names else _modules_of(full)
+        )  # of other ranks, which have told all other versions
+        return with_versions(full, {path: versions.get(path, _FIRST) for path in (*versions, *others)})
 
 
-def _versions(group: RankGroup, reader: ModelReader, given_names: Mapping[str, str]) -> dict[str, Any]:
+def _versions(group: RankGroup, reader: ModelReader, local: Local) -> dict[str, Any]:
     """Return the versions of the code of modules by path: all on this rank, and on other ranks those that are not the first one.
 
-    Called by all ranks.
+    Called by all ranks. Where `name_of` gives names, only modules with parameters or values of their own are known by theirs.
     """
-    own = reader.versions()
-    if given_names:  # which say where modules are called otherwise
+    own, given_names = reader.versions(), local.view.given_names
+    if given_names:
         paths = {module_path(fqn): module_path(name) for fqn, name in given_names.items()}
         own = {paths[path]: version for path, version in own.items() if path in paths}
-    told = {path: version for path, version in own.items() if version != _FIRST and type(version) in (int, float, str)}
+        values = local.module_values.values.items()
+        own |= {module_path(name): getattr(live.module, "_version", None) for name, live in values}
+    told = {path: plain_version(version) for path, version in own.items() if version != _FIRST}
     of_others: dict[str, Any] = {}
     for report in exchange_reports(group, json.dumps(told).encode()):
         of_others = {**json.loads(report), **of_others}  # that of the lowest rank counts
-    return {**own, **of_others}
+    return own | {path: version for path, version in of_others.items() if path not in own}
 
 
 def _modules_of(names: Iterable[str]) -> set[str]:

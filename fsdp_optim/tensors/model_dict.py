@@ -56,5 +56,10 @@ def versions_beside(model: object) -> dict[str, Any]:
     for path, of_module in metadata.items() if isinstance(metadata, Mapping) else ():
         if isinstance(path, str) and isinstance(of_module, Mapping):
             # A wrapper comes before its module, whose version counts.
-            versions[path] = versions[unwrapped_path(path)] = of_module.get(_VERSION)
+            versions[path] = versions[unwrapped_path(path)] = plain_version(of_module.get(_VERSION))
     return versions
+
+
+def plain_version(version: object) -> int | float | str | None:
+    """Return a version as checkpoints have it; None for what is neither a number nor a word."""
+    return version if type(version) in (int, float, str) else None  # type: ignore[return-value]

@@ -113,9 +113,8 @@ class _PutRight:
         params = _params_in_order(optim, state_dict)
         keeps_on_cpu = cache(lambda: _keeps_on_cpu(optim))
         state, live = dict(state_dict["state"]), optim.state
-        first = next(
-            iter(state), None
-        )  # which some of torch's optimizers ask, on behalf of all, whether steps are tensors
+        # Some of torch's optimizers ask the first one, on behalf of all, whether steps are tensors.
+        first = next((key for key, values in state.items() if not isinstance(values, dict) or values), None)
         moves_steps = any(group.get("fused") or group.get("capturable") for group in state_dict["param_groups"])
         for key, values in state_dict["state"].items():
             if key not in params or not isinstance(values, dict):

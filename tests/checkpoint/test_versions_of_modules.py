@@ -131,11 +131,66 @@ def renamed_full_dict() -> None:
     check_loaded("name_of", outer["model"])  # type: ignore[arg-type]
 
 
+class Word(str):
+    __slots__ = ()
+
+
+ODD = ((1, 2), True, [1], Word("3"), None)
+"""What no checkpoint has as a version: the entries are saved without one, as those of torch without `_metadata`."""
+
+
+def odd(version: Any) -> Any:
+    made = nn.Sequential(nn.Linear(2, 2), type("Odd", (Codes,), {"_version": version})())
+    made[1].codes = [5]
+    return made
+
+
+def odd_versions_in_memory() -> None:
+    for version in ODD:
+        source, target = in_fsdp2(odd(version)), in_fsdp2(odd(version))
+        target[1].codes = [0]
+        full = fsdp_optim.gather_full_model_state_dict(source)
+        fsdp_optim.scatter_full_model_state_dict(target, full)
+        check_same(repr(version), target[1].codes, [5])
+
+
+class Codes(nn.Module):
+    """Without parameters."""
+
+    _version = VERSION
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes, self.told = [0], list[Any]()
+
+    def get_extra_state(self) -> Any:
+        return self.codes
+
+    def set_extra_state(self, state: Any) -> None:
+        self.codes = state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        self.told.append(local_metadata.get("version"))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def without_parameters() -> None:
+    for name_of in (None, lambda fqn, rank: fqn):
+        options = fsdp_optim.CallOptions(name_of=name_of)
+        model = in_fsdp2(nn.Sequential(nn.Linear(2, 2), Codes()))
+        full = fsdp_optim.gather_full_model_state_dict(model, None, options=options)
+        target = nn.Sequential(nn.Linear(2, 2), Codes())
+        target.load_state_dict(full)
+        check_same(f"name_of {name_of}", target[1].told, [VERSION])
+
+
 def in_memory() -> None:
     with cpu():
         full_dicts()
         full_dict_of_stages()
         renamed_full_dict()
+        without_parameters()
+        odd_versions_in_memory()
 
 
 def save_rank_files(root: str) -> None:
@@ -192,6 +247,29 @@ class VersionsOfModulesTest(unittest.TestCase):
         target = Deep()
         target.load_state_dict(saved if format == "torch" else saved["model"])
         check_loaded(format, target)
+
+    @parameterized.expand(FORMATS)
+    def test_odd_versions(self, name: str, format: Any) -> None:
+        for number, version in enumerate(ODD):
+            own, other = self.root / f"{number}", self.root / f"{number} other"
+            model = odd(version)
+            optim = adam(model.parameters())
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            optim.step()
+            fsdp_optim.save(own, model, optim)
+            if name != "fairscale_shards":  # whose units are those of the other model
+                fsdp_optim.convert(own, other, format=format)
+            target = odd(version)
+            target[1].codes = [0]
+            fsdp_optim.load(other if other.exists() else own, target)
+            check_same(repr(version), (target[1].codes, target[1].told), ([5], [None]))
+
+    def test_an_odd_version_in_a_file_of_torch(self) -> None:
+        saved = odd((1, 2)).state_dict()
+        torch.save({"model": saved}, self.root / "a.pt")
+        fsdp_optim.convert(self.root / "a.pt", self.root / "b", format="torch")
+        torch.load(self.root / "b" / "model.pt", weights_only=True)
 
     def test_files_of_each_rank(self) -> None:
         run_on_ranks(save_rank_files, 2, str(self.root))

@@ -101,6 +101,17 @@ def ends_of_lists(root: Path) -> None:
         load(into, checkpoint_id=root / "a")
         check_same(load.__module__, into, tree)
         check_same("the same list", into["runs"] is runs, load is dcp.load)
+    torch_dcp.save(
+        {"a": [[torch.ones(1)], [{}]], "b": [torch.ones(1), [{"c": {}}], {}]}, checkpoint_id=root / "nothing"
+    )
+    into = {"a": [[torch.zeros(1)], [{}]], "b": [torch.zeros(1), [{"c": {}}], {}]}
+    dcp.load(into, checkpoint_id=root / "nothing")
+    check_same("inside of lists", into, {"a": [[torch.ones(1)], [{}]], "b": [torch.ones(1), [{"c": {}}], {}]})
+    torch_dcp.save({"runs": [torch.ones(1), torch.full((1,), 2.0)]}, checkpoint_id=root / "more")
+    for load in (torch_dcp.load, dcp.load):
+        fewer: dict[str, Any] = {"runs": [torch.zeros(1)]}
+        load(fewer, checkpoint_id=root / "more")
+        check_same("a shorter list", fewer, {"runs": [torch.ones(1)]})
     longer: dict[str, Any] = {"losses": [0, 0, 0]}
     dcp.load(longer, checkpoint_id=root / "a")
     check_same("one value", longer, {"losses": [1, 2]})

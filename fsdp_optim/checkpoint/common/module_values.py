@@ -18,6 +18,7 @@ from fsdp_optim.formats.base.protocols import MODULES
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.values.same import same
 from fsdp_optim.tensors.memory import detached_copy
+from fsdp_optim.tensors.model_dict import plain_version
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
@@ -59,7 +60,7 @@ def collect(
 def _versioned(local: ModuleValues, fqn: str) -> list[Any]:
     live = local.values[fqn]
     value = live.value.detach() if isinstance(live.value, torch.Tensor) else live.value
-    return [getattr(live.module, "_version", None), value]
+    return [plain_version(getattr(live.module, "_version", None)), value]
 
 
 def _warn_of_the_rest(local: ModuleValues) -> None:

@@ -117,9 +117,11 @@ def is_opened(values: Iterable[Any]) -> bool:
     )
 
 
-def is_empty_dict(value: object) -> bool:
-    """Return whether a value is a dict without items, which torch.distributed.checkpoint does not save."""
-    return isinstance(value, Mapping) and not value
+def is_unsaved(value: object) -> bool:
+    """Return whether torch.distributed.checkpoint saves nothing of a value: a dict without items, or with such dicts alone."""
+    if isinstance(value, Mapping):
+        return all(map(is_unsaved, value.values()))
+    return isinstance(value, list) and bool(value) and all(map(is_unsaved, value))
 
 
 def _same_key(key: str, first: Sequence[Any], second: Sequence[Any]) -> StateError:

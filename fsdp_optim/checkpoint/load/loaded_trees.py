@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.checkpoint.common.casting import can_convert, check_range
-from fsdp_optim.checkpoint.common.trees import is_empty_dict, is_opened, is_tree_tensor, shown
+from fsdp_optim.checkpoint.common.trees import is_opened, is_tree_tensor, is_unsaved, shown
 from fsdp_optim.errors import StateError, WrapperError, counted_noun, shortened
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.tree_values import BRANCHES, InFile, items_of, leaves_of
@@ -96,12 +96,13 @@ class LoadedTrees:
                 else:
                     self.check_keys(here[key], item, (*path, key))
         elif isinstance(tree, (list, tuple)) and isinstance(saved, (list, tuple)):
-            if len(tree) == len(saved):
-                for index, item in enumerate(tree):
-                    self.check_keys(saved[index], item, (*path, index))
-            elif isinstance(tree, list) and is_opened(tree):
+            is_filled = isinstance(tree, list) and is_opened(tree)  # else another list takes its place
+            if len(tree) == len(saved) or is_filled:
+                for index, (there, item) in enumerate(zip(saved, tree, strict=False)):
+                    self.check_keys(there, item, (*path, index))
+            if is_filled:
                 rest = range(len(saved), len(tree))
-                self.missing += [shown((*path, index)) for index in rest if not is_empty_dict(tree[index])]
+                self.missing += [shown((*path, index)) for index in rest if not is_unsaved(tree[index])]
 
     def fill_small(self) -> None:
         """Fill the live tensors that the checkpoint has in memory."""

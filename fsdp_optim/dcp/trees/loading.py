@@ -141,8 +141,8 @@ def _filled(live: Any, saved: Any) -> Any:
             live[key] = _filled(live[key], saved[key])
         return live
     is_list = type(live) is list and isinstance(saved, list)
-    # Of a list with dicts or tensors torch saves each item by itself, and an empty dict at its end not at all.
-    if is_list and (len(live) == len(saved) or (len(live) > len(saved) and is_opened(live))):
+    # Of a list with dicts or tensors torch saves and loads each item by itself, and an empty dict at its end not at all.
+    if is_list and (len(live) == len(saved) or is_opened(live)):
         live[: len(saved)] = [_filled(item, other) for item, other in zip(live, saved, strict=False)]
         return live
     if type(live) is tuple and isinstance(saved, tuple) and len(live) == len(saved):

@@ -293,7 +293,7 @@ class Unpickler:
         """Return the arguments of a real class or function, of a pickle that the user trusts."""
         if self._prepared is None:
             raise TypeError("a real class in a pickle of unknown origin")
-        return list(self._prepared(mapped(items, Global, Global.imported)))
+        return list(self._prepared(items))
 
     def _keys(self, items: list[Any]) -> list[Any]:
         """Return the keys of a dict, or the items of a set."""

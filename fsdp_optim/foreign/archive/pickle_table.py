@@ -76,7 +76,7 @@ def _is_small_tuple(key: Any, depth: int = 3) -> bool:
         isinstance(key, (tuple, torch.Size))
         and depth > 0
         and len(key) <= _MOST_IN_KEY
-        and all(type(item) in _KEYS or _is_small_tuple(item, depth - 1) for item in key)
+        and all(type(item) in _KEYS or isinstance(item, Unread) or _is_small_tuple(item, depth - 1) for item in key)
     )
 
 

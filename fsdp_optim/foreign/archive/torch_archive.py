@@ -20,7 +20,7 @@ import torch
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.inert_pickle import MOST_NBYTES, Unpickler
 from fsdp_optim.foreign.archive.legacy_archive import HEAD_NBYTES, LegacyStorages, is_legacy
-from fsdp_optim.foreign.archive.pickle_table import Table
+from fsdp_optim.foreign.archive.pickle_table import Global, Table
 from fsdp_optim.foreign.archive.torch_globals import Storage, TensorMaker, TensorView, storage_of, table_of
 from fsdp_optim.foreign.archive.tree import check_tree, mapped
 from fsdp_optim.foreign.archive.zip_records import ZIP, FilePart, Records
@@ -180,8 +180,11 @@ def _archive(
     value, places = load()
     check_tree(where, value, most_nodes)
 
+    def made(item: StoredTensor | Global) -> Any:
+        return item.imported() if isinstance(item, Global) else read_tensor(opened, places.sources, item)
+
     def again() -> Any:
-        return load(partial(materialised, opened, places.sources))[0]
+        return load(partial(mapped, cls=(StoredTensor, Global), function=made))[0]
 
     return TorchArchive(where, value, places.sources, digest if isinstance(digest, str) else digest(), opened, again)
 

@@ -67,8 +67,8 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from vars(value).items()
 
 
-def mapped(value: Any, cls: type, function: Callable[[Any], Any]) -> Any:
-    """Return the same tree with `function(item)` in the place of each item of a class.
+def mapped(value: Any, cls: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
+    """Return the same tree with `function(item)` in the place of each item of a class, or of one of several.
 
     An item that occurs twice stays one object.
     """
@@ -76,7 +76,7 @@ def mapped(value: Any, cls: type, function: Callable[[Any], Any]) -> Any:
 
 
 class _Mapped:
-    def __init__(self, cls: type, function: Callable[[Any], Any]) -> None:
+    def __init__(self, cls: type | tuple[type, ...], function: Callable[[Any], Any]) -> None:
         self._cls, self._function = cls, function
         self._made: dict[int, Any] = {}
         self._kept: list[Any] = []  # so that no id is used again

@@ -9,10 +9,11 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeAlias
 
 import numpy
@@ -45,8 +46,6 @@ VERSIONS = "versions"
 CLASSES = "classes"
 """The key, beside those of parts, of the classes of dicts that are no plain ones, by part."""
 
-_FACTORIES = {factory.__name__: factory for factory in (bool, dict, float, int, list, set, str, tuple)}
-_DEFAULT = "defaultdict"  # with the name of its factory after a space
 _LENGTH = 8  # bytes
 _NUMBERS = "biufc"  # kinds of numpy's dtypes
 
@@ -83,7 +82,7 @@ def other_keys_in(where: str, value: Any, path: Path = ()) -> Iterator[tuple[Pat
                 f"{where}{''.join(f'[{part!r}]' for part in path)}: two keys become {str(twice)!r} in a DCP checkpoint, whose "
                 "keys are str: give one of them another name"
             )
-        if not all(isinstance(key, str) for key in value):
+        if type(value) is OrderedDict or not all(isinstance(key, str) for key in value):
             yield path, list(value)
         for key, item in value.items():
             yield from other_keys_in(where, item, (*path, str(key)))
@@ -144,21 +143,23 @@ def classes_in(value: Any, path: Path = ()) -> Iterator[DictClass]:
             yield path, _named(value), type(value)
         for key, item in value.items():
             yield from classes_in(item, (*path, str(key)))
-    elif isinstance(value, (list, tuple)):
+    elif _is_opened(value):
         for index, item in enumerate(value):
             yield from classes_in(item, (*path, index))
 
 
 def _named(value: Mapping[Any, Any]) -> str:
-    if type(value) in (OrderedDict, Counter):
-        return type(value).__name__
-    if type(value) is not defaultdict:
-        return ""
-    factory = value.default_factory
-    if factory is None:
-        return _DEFAULT
-    name = getattr(factory, "__name__", "")
-    return f"{_DEFAULT} {name}" if _FACTORIES.get(name) is factory else ""
+    if type(value) is Counter and _has_tensors(value):
+        return ""  # in a tree whose tensors are in files, a Counter is one value
+    return type(value).__name__ if type(value) in (OrderedDict, Counter) else ""
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tensors, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_tensors, value))
+    return isinstance(value, (InFile, torch.Tensor))
 
 
 def classes_by_path(where: str, recorded: Any) -> dict[Path, str]:
@@ -189,14 +190,9 @@ def with_classes(where: str, value: Any, names: Mapping[Path, str], path: Path) 
 
 
 def _of_class(where: str, value: dict[Any, Any], name: str) -> Any:
-    if name == OrderedDict.__name__:
-        return OrderedDict(value)
-    if name == Counter.__name__:
-        return Counter(value)
-    kind, _, factory = name.partition(" ")
-    if kind != _DEFAULT or (factory and factory not in _FACTORIES):
+    if name not in (OrderedDict.__name__, Counter.__name__):
         raise CheckpointError(f"{where}: has a dict of the class {name!r:.80}, which a newer version may know")
-    return defaultdict(_FACTORIES[factory] if factory else None, value)
+    return OrderedDict(value) if name == OrderedDict.__name__ else Counter(value)
 
 
 def _is_opened(value: Any) -> bool:
@@ -316,8 +312,8 @@ def _odd_in(value: Any) -> str:
     """Return what is odd in a value, although the names of its classes are not; "" for nothing."""
     if isinstance(value, (numpy.ndarray, numpy.generic)):
         return "" if value.dtype.kind in _NUMBERS else "numpy array that has other elements than numbers"
-    if isinstance(value, type):
-        return f"class by itself ({value.__module__}.{value.__qualname__})"
+    if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
+        return f"class or function by itself ({value.__module__}.{value.__qualname__})"
     children: Iterable[Any] = chain(value, value.values()) if isinstance(value, Mapping) else ()
     if isinstance(value, (list, tuple, set, frozenset)):
         children = value
