@@ -89,9 +89,8 @@ def gather_model(model: Model, options: GatherArguments) -> dict[str, Any] | Non
         full |= {alias: full[fqn] for alias, fqn in local.view.aliases.items() if fqn in full}
         values |= {alias: values[fqn] for alias, fqn in local.module_values.aliases.items() if fqn in values}
         full |= values
-        others = (
-            () if local.view.given_names else _modules_of(full)
-        )  # of other ranks, which have told all other versions
+        # Modules of other ranks have the first version where these told no other one.
+        others = () if local.view.given_names else _modules_of(full)
         return with_versions(full, {path: versions.get(path, _FIRST) for path in (*versions, *others)})
 
 
