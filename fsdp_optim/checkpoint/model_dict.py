@@ -41,7 +41,7 @@ from fsdp_optim.tensors.model_dict import (
     versions_beside,
     with_versions,
 )
-from fsdp_optim.transport.agree import agree, all_gather_bytes, exchange_reports
+from fsdp_optim.transport.agree import agree, all_equal, all_gather_bytes, exchange_reports
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import Local, agree_on_state, collective_call
@@ -106,8 +106,8 @@ def _versions(group: RankGroup, reader: ModelReader, local: Local) -> dict[str, 
         values = local.module_values.values.items()
         own |= {module_path(name): getattr(live.module, "_version", None) for name, live in values}
     told = {path: plain_version(version) for path, version in own.items() if version != _FIRST}
-    of_others: dict[str, Any] = {}
-    for report in exchange_reports(group, json.dumps(told).encode()):
+    content, of_others = json.dumps(told).encode(), dict[str, Any]()
+    for report in () if all_equal(group, "versions", content) else exchange_reports(group, content):
         of_others = {**json.loads(report), **of_others}  # that of the lowest rank counts
     return own | {path: version for path, version in of_others.items() if path not in own}
 

@@ -30,7 +30,7 @@ from fsdp_optim.formats.base.protocols import (
     rank_extra_name,
 )
 from fsdp_optim.storage.base import CheckpointProbe, Opened
-from fsdp_optim.tensors.model_dict import module_path, versions_beside
+from fsdp_optim.tensors.model_dict import module_path
 
 
 @dataclass(frozen=True)
@@ -332,9 +332,8 @@ class ForeignValues(StoredExtra):
         return {name: complete[name] if isinstance(tree, Withheld) else tree for name, tree in self.trees.items()}
 
 
-def versioned(model: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of modules, each with the version of the code that made it. `model`: the dict in the file that has them."""
-    versions = versions_beside(model)
+def versioned(versions: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of modules, each with the version of the code that made it. `versions`: of the code of modules, by path."""
     return {
         name: value if isinstance(value, Withheld) else [versions.get(module_path(name)), value]
         for name, value in values.items()

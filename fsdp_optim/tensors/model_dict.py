@@ -47,6 +47,11 @@ def with_versions(entries: Mapping[str, Any], versions: Mapping[str, Any]) -> Or
     return with_metadata(entries, {path: {_VERSION: version} for path, version in versions.items()})
 
 
+def versions_of(values: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """Return the known versions of the code of modules by path, of values of modules, each with its version."""
+    return {module_path(name): version for name, (version, _) in values.items() if version is not None}
+
+
 def versions_beside(model: object) -> dict[str, Any]:
     """Return the versions of the code of modules by path, as far as a model's dict has them beside its entries.
 

@@ -37,7 +37,7 @@ from fsdp_optim.formats.base.protocols import COMMON, MODULES, SavedWeights
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.formats.base.tree_values import keys_in as tensors_in
 from fsdp_optim.storage.base import Opened
-from fsdp_optim.tensors.model_dict import with_versions
+from fsdp_optim.tensors.model_dict import plain_version
 
 _NAME = re.compile(r"(?:([^/]+)/)?(__(\d+))?\.metadata")
 _DATA = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
@@ -192,7 +192,7 @@ def _versions(where: str, keys: Mapping[str, Any]) -> Mapping[str, Any]:
     versions = keys.get(VERSIONS, {})
     if not isinstance(versions, Mapping):
         raise CheckpointError(f"{where}: {KEYS}: {VERSIONS} is not a dict")
-    return versions
+    return {path: plain_version(version) for path, version in versions.items()}
 
 
 def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning, summary: ManifestSummary | None) -> ForeignReader:
@@ -228,7 +228,7 @@ def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning, summary: Mani
         trees={key: stored[key] for key in tensors_in(in_trees)},
         rank_extras=[whole.of_rank(rank, tree, keys) for rank, tree in enumerate(of_ranks or ())],
         module_values=versioned(
-            with_versions({}, _versions(opened.where, keys.values)),
+            _versions(opened.where, keys.values),
             with_own_keys(of_modules.values, keys.values, MODULES),
         ),
         pickled=(lambda: with_own_keys(extra.pickled(), keys.pickled(), COMMON)) if is_withheld else None,

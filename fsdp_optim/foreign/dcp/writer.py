@@ -60,7 +60,7 @@ from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.layout import Shape
 from fsdp_optim.tensors.elements import check_elements
 from fsdp_optim.tensors.memory import dtype_named
-from fsdp_optim.tensors.model_dict import module_path
+from fsdp_optim.tensors.model_dict import versions_of
 
 log = logging.getLogger("fsdp_optim")
 
@@ -177,7 +177,7 @@ class DcpWriter(Writer):
             for fqn, kept in kept_by_name.items():
                 _add_value(values, f"state_dict()[{fqn!r}]", kept, (*self._root, fqn))
             _add_keys(values, "state_dict()", kept_by_name, name)
-            versions = {module_path(fqn): version for fqn, (version, _) in value.items() if version is not None}
+            versions = versions_of(value)
             if versions:
                 values.add("the versions of modules", versions, (KEYS, VERSIONS))
             return "modules.distcp", values.encoded()

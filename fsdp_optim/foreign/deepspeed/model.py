@@ -29,7 +29,7 @@ from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.storage.base import Opened
-from fsdp_optim.tensors.model_dict import is_extra_state
+from fsdp_optim.tensors.model_dict import is_extra_state, versions_beside
 
 OF_FILES = frozenset(
     (
@@ -179,7 +179,7 @@ class ModelFiles:
             for name, value in (saved.items() if isinstance(saved, dict) else ())
             if not isinstance(value, StoredTensor) or is_extra_state(str(name))
         }
-        return versioned(saved, kept)
+        return versioned(versions_beside(saved), kept)
 
     # ------------------------------------------------------------------------------------------- values of the trainer
 

@@ -21,7 +21,7 @@ from fsdp_optim.formats.base.unread import Unread, unread_in
 from fsdp_optim.layout import FlatRuns, Placement, Shape
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.tensors.memory import bytes_in_memory
-from fsdp_optim.tensors.model_dict import is_extra_state
+from fsdp_optim.tensors.model_dict import is_extra_state, versions_beside
 
 _MOST_NAMED = 8
 _MOST_EXTRA_NBYTES = 16 << 20  # of tensors among the values of the trainer, in one value
@@ -164,7 +164,7 @@ class RankFiles:
             for name, value in model.items()
             if not isinstance(value, (StoredTensor, ShardStandIn)) or is_extra_state(str(name))
         }
-        return versioned(model, kept)
+        return versioned(versions_beside(model), kept)
 
     def rank_extras(self, extras: Sequence[Mapping[str, Any]]) -> list[ForeignValues]:
         """Return the same values of each rank, which load their pickles when that is allowed."""

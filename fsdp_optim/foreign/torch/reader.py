@@ -14,7 +14,7 @@ from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.foreign.archive.safe_values import KINDS, of_file, restored
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive, is_torch_archive, read_archive
 from fsdp_optim.foreign.hugging_face.reader import HUGGING_FACE, check_index, weight_map_of
-from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader, ForeignValues, Source
+from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader, ForeignValues, Source, versioned
 from fsdp_optim.foreign.torch.folder import EXTRAS, PER_RANK, rank_in, roles_in, summary_of
 from fsdp_optim.foreign.torch.folder import NAME as OUR_MANIFEST
 from fsdp_optim.foreign.torch.roles import (
@@ -33,7 +33,7 @@ from fsdp_optim.formats.base.unread import Unread, unread_in
 from fsdp_optim.formats.own.manifest import NAME
 from fsdp_optim.formats.own.small_files import MOST_INDEX_NBYTES
 from fsdp_optim.storage.base import Opened
-from fsdp_optim.tensors.model_dict import is_extra_state, module_path, versions_beside
+from fsdp_optim.tensors.model_dict import is_extra_state, versions_beside
 
 _INDEX = ".bin.index.json"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".th", ".tar")
@@ -276,7 +276,7 @@ class _Content:
             if is_extra_state(name) or not isinstance(value, (StoredTensor, Unread)) or is_no_tensor(value):
                 kept = _value(archive, name, value, left)  # a part of the model, however large that is
                 left -= _nbytes_in(value) if not isinstance(kept, Withheld) else 0
-                self.modules[name] = kept if isinstance(kept, Withheld) else [versions.get(module_path(name)), kept]
+                self.modules |= versioned(versions, {name: kept})
             elif isinstance(value, StoredTensor):
                 self.model[name] = structs.replace(value, key=name, request_nbytes=self.opened.request_nbytes)
             else:

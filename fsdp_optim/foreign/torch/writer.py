@@ -49,7 +49,7 @@ from fsdp_optim.formats.base.summary import ManifestSummary, SavedRoles
 from fsdp_optim.options import KeyBy
 from fsdp_optim.storage.base import CheckpointProbe, Opened
 from fsdp_optim.tensors.memory import bytes_in_memory, dtype_name, dtype_named
-from fsdp_optim.tensors.model_dict import module_path, with_versions
+from fsdp_optim.tensors.model_dict import versions_of, with_versions
 
 _VERSION = 1
 
@@ -295,7 +295,7 @@ def with_values_of_modules(
     """Return a model's dict with values of modules under all their names, and with the versions of these modules' code."""
     of_all = {**values, **{alias: values[fqn] for alias, fqn in aliases.items() if fqn in values}}
     full = {**model, **values_of_modules(of_all)}
-    versions = {module_path(fqn): version for fqn, (version, _) in of_all.items() if version is not None}
+    versions = versions_of(of_all)
     return with_versions(full, versions) if versions else full
 
 
