@@ -434,9 +434,9 @@ def divisions_by_hand(tree: ast.AST) -> list[str]:
 
 
 RUN_PLANS = {
-    "exchange": {"move", "transport.parcels"},  # the executor; pickled values, which have bytes and no placement
+    "exchange": {"move.executor", "move.short", "transport.parcels"},  # and pickled values, which have no placement
     "copy_in_memory": {"state.live.local_dict"},  # a whole value that this rank cuts for itself
-    "RankPlan": {"move", "transport.messages"},
+    "RankPlan": {"move.executor", "move.routes", "move.short", "transport.messages"},
 }
 
 

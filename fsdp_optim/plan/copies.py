@@ -36,6 +36,21 @@ class Copy:
         return len(self.sizes) == 1 and self.source_strides == (1,) == self.target_strides
 
 
+def runs_of(copy: Copy) -> Iterator[tuple[int, int, int]]:
+    """Yield (source offset, target offset, numel) of each run of a copy."""
+    if copy.is_run:
+        yield copy.source_offset, copy.target_offset, copy.sizes[0]
+        return
+    *outer, last = zip(copy.sizes, copy.source_strides, copy.target_strides, strict=True)
+    width = last[0] if last[1] == last[2] == 1 else 1
+    if width == 1 and last[0] > 1:
+        outer.append(last)
+    for index in itertools.product(*(range(size) for size, _, _ in outer)):
+        source = sum(i * s for i, (_, s, _) in zip(index, outer, strict=True))
+        target = sum(i * t for i, (_, _, t) in zip(index, outer, strict=True))
+        yield copy.source_offset + source, copy.target_offset + target, width
+
+
 def clip_to_target(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
     """Yield the part of a copy that fills elements [start, stop) of the target's local tensor, as copies into that slice."""
     if copy.is_run:

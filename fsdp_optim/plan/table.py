@@ -9,7 +9,7 @@ from typing import overload
 import numpy
 
 from fsdp_optim.layout import Mask, Numbers
-from fsdp_optim.plan.copies import Copy
+from fsdp_optim.plan.copies import Copy, runs_of
 
 Row = tuple[int, int, int, int, int, Copy | None]
 """Source rank, target rank, number of elements, source offset, target offset, and the Copy itself if it is strided."""
@@ -169,6 +169,15 @@ def has_from(copies: Sequence[Copy], rank: int) -> bool:
     if isinstance(copies, CopyTable):
         return bool((copies.source_ranks == rank).any())
     return any(copy.source_rank == rank for copy in copies)
+
+
+def run_table(copies: Sequence[Copy]) -> Numbers:
+    """Return the runs of some copies, in their order: rows of source rank, target rank, source offset, target offset, numel."""
+    if isinstance(copies, CopyTable) and copies.are_runs:
+        return copies.columns
+    rows = [(copy.source_rank, copy.target_rank, *run) for copy in copies for run in runs_of(copy)]
+    table: Numbers = numpy.array(rows, numpy.int64).reshape(-1, 5).T
+    return table
 
 
 def num_into(copies: Sequence[Copy], rank: int) -> int:

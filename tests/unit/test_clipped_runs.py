@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from fsdp_optim.checkpoint.common.local_extents import ranges_of
-from fsdp_optim.plan import Copy, clip_to_source, clip_to_target
+from fsdp_optim.plan import Copy, clip_to_source, clip_to_target, runs_of
 
 
 def pairs(copy: Copy) -> list[tuple[int, int]]:
@@ -24,4 +23,4 @@ def test_windows_of_runs() -> None:
         clipped = [*clip_to_source(run, start, stop), *clip_to_target(run, start, stop)]
         assert all(part.numel for part in clipped)
         assert all((part.source_rank, part.target_rank, part.is_run) == (-1, 0, True) for part in clipped)
-        assert [*ranges_of(run)] == [(source, target, numel)]
+        assert [*runs_of(run)] == [(source, target, numel)]

@@ -14,10 +14,10 @@ import torch
 from parameterized import parameterized
 
 from fsdp_optim import FsdpOptimError, RankError, StateError
-from fsdp_optim import move as executor
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, MeshBoxes, Placement, Whole
-from fsdp_optim.move import End, Slice, StateValue, move
+from fsdp_optim.move import End, Slice, StateValue, executor, move
+from fsdp_optim.move.routes import Route, RoutePlans
 from fsdp_optim.plan import Plans, copies_of, rank_plan
 from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.transport import Failure, alone
@@ -299,7 +299,7 @@ class MoveTest(unittest.TestCase):
         values = [StateValue(f"layer{number}.weight", "exp_avg", torch.float32, source) for number in range(16)]
         senders = []
         for listed in (values, values[::-1]):
-            planned = executor._Plans(group).of([executor._Route(value, source, target) for value in listed])
+            planned = RoutePlans(group).of([Route(value, source, target) for value in listed])
             senders.append({route.value.fqn: tuple(copy.source_rank for copy in plan) for route, plan in planned})
         self.assertEqual(senders[0], senders[1])
         self.assertEqual(set(senders[0].values()), {(0,), (1,)})

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_optim.checkpoint.save import writing
+from fsdp_optim.checkpoint.save.file_plan import FilePlan
 from fsdp_optim.checkpoint.save.trace import Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.formats.base import packed as packed_module
@@ -133,7 +134,7 @@ def written(rank: int, *, short: int) -> tuple[dict[int, int], list[list[int]], 
     file: Any = SimpleNamespace(name="file", values=values, plan=plan)
     store: Any = SimpleNamespace(write=lambda name, pieces, at: disk.write(pieces, at))
     writer = RankWriter(
-        store, [file], rank, checksums=True, budget=Budget(1 << 20), part_ranges={}, plans=Plans(), trace=Trace(None)
+        store, FilePlan((file,)), rank, checksums=True, budget=Budget(1 << 20), plans=Plans(), trace=Trace(None)
     )
     parts = []
     for number, value in enumerate(values):

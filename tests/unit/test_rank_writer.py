@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 
 from fsdp_optim.checkpoint.common.files import WRITTEN_TOGETHER
+from fsdp_optim.checkpoint.save.file_plan import FilePlan
 from fsdp_optim.checkpoint.save.short_parts import Kind, ShortParts
 from fsdp_optim.checkpoint.save.trace import Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
@@ -41,12 +42,10 @@ def ranges(rank: int, *, shared: bool) -> list[list[tuple[int, int]]]:
     file: Any = SimpleNamespace(name="file", values=values, plan=plan)
     writer = RankWriter(
         mock.Mock(),
-        [file],
+        FilePlan((file,)),
         rank,
         checksums=True,
         budget=Budget(1 << 20),
-        part_ranges={},
-        heads={},
         plans=Plans(),
         trace=Trace(None),
     )
@@ -127,15 +126,9 @@ def test_parts_in_any_shape_and_strides_have_their_elements_in_order(are_files: 
     plan = SimpleNamespace(starts=tuple(parts), segment_nbytes=2048)
     file: Any = SimpleNamespace(name="file", values=values, plan=plan)
     budget = Budget(1 << 20)
-    more: Any = {
-        "checksums": True,
-        "budget": budget,
-        "part_ranges": {},
-        "heads": {},
-        "plans": Plans(),
-        "trace": Trace(None),
-    }
-    writer = RankWriter(mock.Mock(), [file], 0, **more)
+    writer = RankWriter(
+        mock.Mock(), FilePlan((file,)), 0, checksums=True, budget=budget, plans=Plans(), trace=Trace(None)
+    )
     moved = values if are_files else [structs.replace(value) for value in values]
     extents = writer.extents_of(Parts(moved, cuts, starts, [held.detach() for held in HELD]))["file"]
     written, wanted = bytearray(at), bytearray(at)

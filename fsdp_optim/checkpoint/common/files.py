@@ -18,8 +18,9 @@ _SHORT_NBYTES = 128 << 10  # a shorter strided row is not written by itself
 _FEW_ROWS = 16  # of a part of a fused parameter; a rank writes or reads as many by themselves, however short they are
 _MOST_PARTS = 1024
 WRITTEN_TOGETHER = 256 << 10
-"""A range of a file, in bytes. One rank writes all small replicated values in such a range."""
+"""A range of a file, in bytes. One rank writes all small values in such a range that are replicated, or scattered."""
 
+_SHORT_RUN_NBYTES = 2 << 10  # a rank sends a shorter run of a small value, and does not write it by itself
 _LEAST_PART = 64 << 10  # bytes; the smallest share of a tensor that a replica writes
 
 
@@ -74,6 +75,17 @@ def written_cut(value: StateValue, placement: Placement, owner: int | None) -> P
     if placement.overlapping or has_short_rows(placement, value.dtype.itemsize):
         return in_flat_chunks(placement, placement.first_holders)
     return in_rows(placement, value.dtype.itemsize)
+
+
+def is_scattered(placement: Placement, itemsize: int) -> bool:
+    """Return whether the ranks have so little of a small value each that one of them should write it, which gets the rest.
+
+    Elsewhere a write, and the checksum of what is written, would take longer than the bytes.
+    """
+    nbytes = placement.numel * itemsize
+    if not isinstance(placement, OnMesh) or placement.num_shards < 2 or not nbytes:
+        return False
+    return nbytes < placement.num_shards * _SHORT_RUN_NBYTES or has_short_rows(placement, itemsize)
 
 
 def in_rows(placement: Placement, itemsize: int, short_nbytes: int = _SHORT_NBYTES) -> Placement:

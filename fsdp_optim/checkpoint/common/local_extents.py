@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,8 +10,7 @@ from msgspec import Struct
 
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.packed import PackedExtents
-from fsdp_optim.move import Parts, Slice
-from fsdp_optim.plan import Copy
+from fsdp_optim.move import CompleteValues, Parts, Taken
 from fsdp_optim.tensors.allocation import empty
 from fsdp_optim.tensors.memory import Budget, in_batches
 
@@ -53,21 +51,6 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
     """Return the memory of a 1-D tensor on the CPU; a write to this memory changes the tensor."""
     view: memoryview = flat.detach().view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
     return view
-
-
-def ranges_of(copy: Copy) -> Iterator[tuple[int, int, int]]:
-    """Yield (source offset, target offset, numel) of each contiguous range of a copy."""
-    if copy.is_run:
-        yield copy.source_offset, copy.target_offset, copy.sizes[0]
-        return
-    *outer, last = zip(copy.sizes, copy.source_strides, copy.target_strides, strict=True)
-    width = last[0] if last[1] == last[2] == 1 else 1
-    if width == 1 and last[0] > 1:
-        outer.append(last)
-    for index in itertools.product(*(range(size) for size, _, _ in outer)):
-        source = sum(i * s for i, (_, s, _) in zip(index, outer, strict=True))
-        target = sum(i * t for i, (_, _, t) in zip(index, outer, strict=True))
-        yield copy.source_offset + source, copy.target_offset + target, width
 
 
 class LocalMemory:
@@ -142,22 +125,24 @@ def _host_memory(extents: Iterable[Extent | DeviceExtent]) -> torch.Tensor:
     )
 
 
-def is_all_of(extents: ExtentsByFile, parts: Sequence[Slice] | Parts) -> bool:
-    """Return whether extents need no copy: the parts have memory of their own, and the extents cover all its bytes."""
-    if isinstance(parts, Parts) or not all(part.is_own for part in parts):
+def is_all_of(extents: ExtentsByFile, taken: Taken) -> bool:
+    """Return whether extents need no copy: what was taken has memory of its own, and the extents cover all its bytes."""
+    if isinstance(taken, CompleteValues):
+        return True
+    if isinstance(taken, Parts) or not all(part.is_own for part in taken):
         return False
     kept = sum(
         extent.nbytes if isinstance(extent, PackedExtents) else len(extent.memory)
         for file_extents in extents.values()
         for extent in file_extents
     )
-    return kept == sum(part.flat.nbytes for part in parts if part.flat is not None)
+    return kept == sum(part.flat.nbytes for part in taken if part.flat is not None)
 
 
 def snapshot_of(live: ExtentsByFile) -> dict[str, list[LocalExtent]]:
     """Return a copy of the bytes in new host memory. Extents that are adjacent in a file become one extent.
 
-    Packed extents, which lie in memory of their own, stay as they are.
+    CompleteValues extents, which lie in memory of their own, stay as they are.
     """
     snapshot: dict[str, list[LocalExtent]] = {}
     listed: list[tuple[str, Extent | DeviceExtent]] = []

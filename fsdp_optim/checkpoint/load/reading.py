@@ -13,13 +13,13 @@ import torch
 
 from fsdp_optim.checkpoint.common import local_extents
 from fsdp_optim.checkpoint.common.files import has_short_rows, in_flat_chunks, in_rows
-from fsdp_optim.checkpoint.common.local_extents import LocalExtent, LocalMemory, in_host_memory, ranges_of
+from fsdp_optim.checkpoint.common.local_extents import LocalExtent, LocalMemory, in_host_memory
 from fsdp_optim.checkpoint.load.short_ranges import SHORT_NBYTES, ShortRanges
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import StoredTensor, TensorReader
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.move import End, Slice, StateValue
-from fsdp_optim.plan import Copy, Plans, clip_to_target, copies_into, replica_of
+from fsdp_optim.plan import Copy, Plans, clip_to_target, copies_into, replica_of, runs_of
 from fsdp_optim.tensors.memory import Budget, dtype_named, flatten
 
 _CPU = torch.device("cpu")
@@ -288,7 +288,7 @@ def elements_of(copies: Sequence[Copy], first: int, num: int) -> Iterator[tuple[
     """Yield as `elements_in`, from copies that lead from storage to this rank."""
     for copy in copies:
         for part in clip_to_target(copy, first, first + num):
-            for stored_offset, offset, numel in ranges_of(part):
+            for stored_offset, offset, numel in runs_of(part):
                 yield copy.source_rank, stored_offset, offset, numel
 
 

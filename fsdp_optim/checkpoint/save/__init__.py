@@ -1,4 +1,4 @@
-"""From a live model and optimizer to files. Every rank writes its own bytes; nothing is gathered.
+"""From a live model and optimizer to files. Every rank writes its own bytes, and some of the small values.
 
 begin.py                      inspect, decide, create: the leader begins in the store, and the other ranks follow
 save_contents.py              read the shards of all ranks, under the saved names

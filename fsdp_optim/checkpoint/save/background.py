@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from fsdp_optim.checkpoint.catalog.retention import ManagedSave
@@ -28,7 +27,7 @@ from fsdp_optim.checkpoint.save.trace import BACKGROUND, Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.errors import CheckpointError, FsdpOptimError, StoreLostError
 from fsdp_optim.formats.base.protocols import Format
-from fsdp_optim.move import Parts, Slice, move
+from fsdp_optim.move import Taken, move
 from fsdp_optim.options import Model
 from fsdp_optim.results.calls import SaveResult
 from fsdp_optim.state.live.local import Optimizers
@@ -77,9 +76,9 @@ def async_save(
                 sums = b""
                 completion: Completion | None = None
 
-                def keep(parts: Sequence[Slice] | Parts) -> None:
-                    extents = writer.extents_of(parts)
-                    snapshot.append(extents if is_all_of(extents, parts) else snapshot_of(extents))
+                def keep(taken: Taken) -> None:
+                    extents = writer.extents_of(taken)
+                    snapshot.append(extents if is_all_of(extents, taken) else snapshot_of(extents))
 
                 with failure:
                     completion = held.enter_context(closing(job.completion()))

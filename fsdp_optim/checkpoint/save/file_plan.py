@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,7 @@ import torch
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.casting import cast_part, nbytes_to_cast
 from fsdp_optim.checkpoint.common.contents import SavedHalf, SavedValue
-from fsdp_optim.checkpoint.common.files import File, planned_files, written_cut
+from fsdp_optim.checkpoint.common.files import WRITTEN_TOGETHER, File, is_scattered, planned_files, written_cut
 from fsdp_optim.checkpoint.save.part_ranges import (
     FramesOfParts,
     HeadOfParts,
@@ -23,12 +24,13 @@ from fsdp_optim.checkpoint.save.part_ranges import (
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import Half, Writer
 from fsdp_optim.layout import Placement
-from fsdp_optim.move import End, Key, Parts, Slice, StateValue
+from fsdp_optim.move import CompleteValues, End, Key, Parts, Slice, StateValue, Taken
 from fsdp_optim.storage.base import Capabilities, Staging, StoreWriter
 from fsdp_optim.tensors.memory import Budget, in_batches
 
 BY_MACHINES = "by machines"  # in place if all ranks are on one machine, else a file per rank
 IN_PLACE, IN_PARTS, PER_RANK = "in_place", "in_parts", "per_rank_files"
+_LEAST_SCATTERED, _PER_RANK = 64, 4  # values: fewer are written by themselves, which takes less time than messages
 _STRATEGIES = {"anywhere": IN_PLACE, "on one machine": BY_MACHINES, "parts": IN_PARTS, "no": PER_RANK}
 
 
@@ -50,13 +52,15 @@ class FilePlan:
     Attributes:
         owners: by file, the rank that alone creates and writes it, if there is one.
         parted: the files that are uploaded in parts, each part by one rank.
-        is_alone: whether one rank saves by itself, so that no element moves to another rank.
+        ranks: those that save.
+        in_any_order: whether the store writes any range. Else it holds each part of a file until all its bytes have come.
     """
 
     files: tuple[File, ...]
     owners: Mapping[str, int] = field(default_factory=dict)
     parted: tuple[PartedFile, ...] = ()
-    is_alone: bool = False
+    ranks: Sequence[int] = (0,)
+    in_any_order: bool = True
     _written: dict[tuple[int, torch.dtype, int | None], tuple[Placement, Placement]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -102,7 +106,36 @@ class FilePlan:
                 assigned[owner] += file.plan.nbytes
             elif strategy == IN_PARTS:
                 parted.append(PartedFile.of(file, capabilities.part_nbytes_of(file.plan.nbytes), loads))
-        return cls(tuple(files), owners, tuple(parted), len(ranks) == 1)
+        return cls(tuple(files), owners, tuple(parted), tuple(ranks), in_any_order=not capabilities.part_nbytes)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one rank saves by itself, so that no element moves to another rank."""
+        return len(self.ranks) == 1
+
+    @cached_property
+    def starts(self) -> Mapping[int, tuple[str, int]]:
+        """By the id of a value: its file, and the byte of the file's data at which it begins. The files keep the ids unique."""
+        return {
+            id(value): (file.name, start)
+            for file in self.files
+            for value, start in zip(file.values, file.plan.starts, strict=True)
+        }
+
+    def start_of(self, value: StateValue) -> tuple[str, int]:
+        """Return the file of a value, and the byte of the file's data at which the value begins.
+
+        A value that is cast is here as it is in the live model: another object of the same key.
+        """
+        return self.starts.get(id(value)) or self._starts_by_key[value.key]
+
+    def forget_starts(self) -> None:
+        """Free the table of `starts`, which is as large as the names of all values. It is made again where it is needed."""
+        self.__dict__.pop("starts", None)
+
+    @cached_property
+    def _starts_by_key(self) -> Mapping[Key, tuple[str, int]]:
+        return {value.key: self.starts[id(value)] for file in self.files for value in file.values}
 
     def own_files(self, rank: int) -> list[File]:
         """Return the files that a rank alone creates and writes."""
@@ -138,7 +171,11 @@ class FilePlan:
         cut = self._cuts.get(value.key) if self.parted else None
         if cut is not None:
             return cut
-        owner = self._owner_of.get(value.key) if self.owners else None
+        if self.owners:
+            owner = self._owner_of.get(value.key)
+        else:
+            writers = self._gathered.get((id(placement), value.dtype))
+            owner = self._writer(value, writers) if writers else None
         key = id(placement), value.dtype, owner  # layers share their placements
         known = self._written.get(key)
         if known is None:
@@ -146,18 +183,53 @@ class FilePlan:
         return known[1]
 
     def cuts(self, values: Sequence[StateValue], placements: Sequence[Placement]) -> Sequence[Placement]:
-        """Return `cut` of several values, which is asked once for those of one placement and dtype."""
+        """Return `cut` of several values, which is asked once for those of one placement and dtype that one rank writes."""
         if self.parted or self.owners:
             return list(map(self.cut, values, placements))
-        known: dict[tuple[int, torch.dtype], Placement] = {}
-        cuts = []
+        known: dict[tuple[int, torch.dtype, int | None], Placement] = {}
+        cuts, gathered = [], self._gathered
+        starts, number_of = self.starts, self._number_of
         for value, placement in zip(values, placements, strict=True):
-            key = id(placement), value.dtype  # `placements` keep their ids unique
-            cut = known.get(key)
+            writers, writer = gathered.get((id(placement), value.dtype)) if gathered else None, None
+            if writers:
+                name, start = starts.get(id(value)) or self.start_of(value)
+                writer = writers[(number_of[name] + start // WRITTEN_TOGETHER) % len(writers)]
+            key = id(placement), value.dtype, writer
+            cut = known.get(key)  # `placements` keep their ids unique
             if cut is None:
                 cut = known[key] = self.cut(value, placement)
             cuts.append(cut)
         return cuts
+
+    @cached_property
+    def _gathered(self) -> Mapping[tuple[int, torch.dtype], Sequence[int]]:
+        """By the id of a placement and a dtype: the ranks of which one writes each such value, if that is worth the messages.
+
+        These are scattered values, and the replicated ones between them.
+        """
+        if self.is_alone:
+            return {}
+        values = [value for file in self.files for value in file.values]
+        keys = [(id(value.placement), value.cast_from or value.dtype) for value in values]
+        small = {
+            key: value.placement
+            for key, value in dict(zip(keys, values, strict=True)).items()
+            if value.placement.numel * key[1].itemsize <= WRITTEN_TOGETHER
+        }
+        scattered = {key for key, placement in small.items() if is_scattered(placement, key[1].itemsize)}
+        num = sum(number for key, number in Counter(keys).items() if key in scattered)
+        if num < _LEAST_SCATTERED + _PER_RANK * len(self.ranks):
+            return {}
+        return {key: place.ranks for key, place in small.items() if key in scattered or place.num_shards == 1}
+
+    def _writer(self, value: StateValue, writers: Sequence[int]) -> int:
+        """Return the one of some ranks that writes a value: the same for adjacent values."""
+        name, start = self.start_of(value)
+        return writers[(self._number_of[name] + start // WRITTEN_TOGETHER) % len(writers)]
+
+    @cached_property
+    def _number_of(self) -> Mapping[str, int]:
+        return {file.name: number for number, file in enumerate(self.files)}
 
 
 def _share(writer: Writer, half: Half, values: Sequence[SavedValue], shared: str, num_ranks: int) -> int:
@@ -190,7 +262,7 @@ class FilesEnd(End):
     """
 
     plan: FilePlan
-    take: Callable[[Sequence[Slice] | Parts], None]
+    take: Callable[[Taken], None]
     cast: Mapping[Key, SavedValue]
     cast_budget: Budget
     keeps: bool = True
@@ -200,6 +272,10 @@ class FilesEnd(End):
     @property
     def keeps_memory(self) -> bool:
         return self.keeps
+
+    @property
+    def in_any_order(self) -> bool:
+        return self.plan.in_any_order
 
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
         return self.plan.cut(value, other)
@@ -212,6 +288,12 @@ class FilesEnd(End):
             super().drain_parts(parts)
         else:
             self.take(parts)
+
+    def drain_packed(self, packed: CompleteValues) -> None:
+        if self.cast:
+            super().drain_packed(packed)
+        else:
+            self.take(packed)
 
     def drain(self, parts: Sequence[Slice]) -> None:
         if not self.cast:

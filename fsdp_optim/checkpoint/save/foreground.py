@@ -1,8 +1,6 @@
-"""Save: from a live model and optimizer to full tensors in files. Every rank writes its own bytes; nothing is gathered."""
+"""Save: from a live model and optimizer to full tensors in files. Every rank writes its own bytes."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.progress import Progress
@@ -15,7 +13,7 @@ from fsdp_optim.checkpoint.save.saved_line import say_saved
 from fsdp_optim.checkpoint.save.trace import Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.formats.base.protocols import Format
-from fsdp_optim.move import End, Parts, Slice, move
+from fsdp_optim.move import End, Taken, move
 from fsdp_optim.options import Model
 from fsdp_optim.results.calls import SaveResult
 from fsdp_optim.state.live.local import Optimizers
@@ -61,8 +59,8 @@ def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> Meeti
     """Write this rank's part, and all-gather the results. If a rank fails, all raise its error when all have stopped."""
     failure, sums = Failure(), b""
 
-    def write(parts: Sequence[Slice] | Parts) -> None:
-        writer.write(writer.extents_of(parts))
+    def write(taken: Taken) -> None:
+        writer.write(writer.extents_of(taken))
         progress.up_to(writer.nbytes * len(job.group.ranks))
 
     try:

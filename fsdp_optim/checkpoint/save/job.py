@@ -27,7 +27,7 @@ from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_nbytes
 from fsdp_optim.formats.base.protocols import Prepared, Writer, WrittenFormat
-from fsdp_optim.move import Key, Parts, Slice
+from fsdp_optim.move import Key, Taken
 from fsdp_optim.results.calls import SaveResult
 from fsdp_optim.results.fingerprints import ValueFingerprint
 from fsdp_optim.storage.base import Staging, Store, StoreWriter
@@ -139,13 +139,10 @@ class Job:
         )
         return RankWriter(
             store_writer,
-            self.files,
+            self.plan,
             rank,
             checksums=self.options.checksums,
             budget=budget.share(2, "copies of device memory on the host"),
-            part_ranges=self.plan.ranges_on(rank),
-            heads=self.plan.heads_on(rank),
-            frames=self.plan.frames_on(rank),
             plans=self.group.world.plans,
             trace=trace,
         )
@@ -169,7 +166,7 @@ class Job:
         """The values as they are in the live model and optimizer, which the ranks send to those that write them."""
         return [value.live for value in self.values] if self.cast else self.values
 
-    def target(self, take: Callable[[Sequence[Slice] | Parts], None], *, keeps: bool = True) -> FilesEnd:
+    def target(self, take: Callable[[Taken], None], *, keeps: bool = True) -> FilesEnd:
         """The files as the target of a move. `take` gets this rank's elements. `keeps`: whether it may keep their memory."""
         return FilesEnd(self.plan, take, self.cast, self._cast_budget, keeps)
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy
 import torch
 
-from fsdp_optim.checkpoint.common.local_extents import ranges_of
 from fsdp_optim.formats.base.packed import PackedExtents
-from fsdp_optim.plan import Copy
+from fsdp_optim.plan import Copy, runs_of
+from fsdp_optim.tensors.rows import rows_of_kinds
 from fsdp_optim.tensors.side_by_side import side_by_side
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Kind(NamedTuple):
         [start, stop): the elements of the local tensor that belong to the value.
         """
         rows = [
-            (base + target, source - start, numel) for base, copy in copies for source, target, numel in ranges_of(copy)
+            (base + target, source - start, numel) for base, copy in copies for source, target, numel in runs_of(copy)
         ]
         columns = numpy.array(rows, numpy.int64).reshape(-1, 3).T * itemsize
         return cls(start, stop - start, (stop - start) * itemsize, columns[0], columns[1], columns[2])
@@ -76,9 +76,7 @@ class ShortParts:
         memory, bases = side_by_side(self._parts, of_part)
         # One row for each range of each value: `of` is the value, `row` the range among those of all kinds.
         lengths = numpy.array([len(kind.nbytes) for kind in kinds], numpy.int64)
-        counts = lengths[of_kind]
-        of = numpy.arange(len(begins)).repeat(counts)
-        row = numpy.arange(len(of)) + ((lengths.cumsum() - lengths)[of_kind] - (counts.cumsum() - counts))[of]
+        of, row = rows_of_kinds(lengths, of_kind)
         targets = numpy.concatenate([kind.targets for kind in kinds])
         sources = numpy.concatenate([kind.sources for kind in kinds])
         nbytes = numpy.concatenate([kind.nbytes for kind in kinds])

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 
 import numpy
 import torch
 
-from fsdp_optim.checkpoint.common.files import WRITTEN_TOGETHER, File, offset_in_storage, stored_on
+from fsdp_optim.checkpoint.common.files import WRITTEN_TOGETHER, offset_in_storage, stored_on
 from fsdp_optim.checkpoint.common.local_extents import (
     ExtentsByFile,
     LocalExtent,
     LocalMemory,
     clipped,
     in_host_memory,
-    ranges_of,
 )
-from fsdp_optim.checkpoint.save.part_ranges import FramesOfParts, HeadOfParts, PartRange
+from fsdp_optim.checkpoint.save.file_plan import FilePlan
 from fsdp_optim.checkpoint.save.short_parts import SHORT_NBYTES, Kind, ShortParts
 from fsdp_optim.checkpoint.save.trace import Trace
 from fsdp_optim.errors import CheckpointError
@@ -29,31 +28,27 @@ from fsdp_optim.formats.base.frames import Pieces
 from fsdp_optim.formats.base.packed import PackedExtents, write_packed
 from fsdp_optim.formats.base.protocols import PlannedFile
 from fsdp_optim.layout import FlatRuns, Placement
-from fsdp_optim.move import Key, Parts, Slice, StateValue
-from fsdp_optim.plan import Copy, Plans, clip_to_source
+from fsdp_optim.move import CompleteValues, Parts, Slice, StateValue, Taken
+from fsdp_optim.plan import Copy, Plans, clip_to_source, runs_of
 from fsdp_optim.storage.base import StoreWriter
 from fsdp_optim.tensors.memory import Budget
 
 
 class RankWriter:
-    """Writes this rank's part of some files, and keeps the checksums of the written segments.
+    """Writes this rank's part of the planned files, and keeps the checksums of the written segments.
 
     `store_writer`: the access of this rank to the store. `receipt`: the result of its `finish`. `seconds`: the time that writes
-    took. `trace`: the timeline of the save, to which the writes are added. `part_ranges`, `heads`, `frames`: of files that go to
-    the store in parts, the bytes of values, heads and frames that this rank uploads. `plans`: the plans of earlier calls.
+    took. `trace`: the timeline of the save, to which the writes are added. `plans`: the plans of earlier calls.
     """
 
     def __init__(
         self,
         store_writer: StoreWriter,
-        files: Sequence[File],
+        plan: FilePlan,
         rank: int,
         *,
         checksums: bool,
         budget: Budget,
-        part_ranges: Mapping[Key, Sequence[PartRange]],
-        heads: Mapping[str, HeadOfParts] = {},
-        frames: Mapping[str, FramesOfParts] = {},
         plans: Plans,
         trace: Trace,
     ) -> None:
@@ -61,32 +56,29 @@ class RankWriter:
         self.trace = trace
         self.store_writer = store_writer
         self.receipts: list[bytes] = []
-        self._files = {file.name: file for file in files}
-        self._starts: dict[int, tuple[str, int]] = {}  # by the id of a value, which its file keeps unique
-        for file in files:
-            name = file.name
-            for value, start in zip(file.values, file.plan.starts, strict=True):
-                self._starts[id(value)] = name, start
-        self._rows: dict[str, list[Rows]] = {file.name: [] for file in files}
-        self._rank, self._checksums, self._part_ranges = rank, checksums, part_ranges
+        self._plan, self._files = plan, {file.name: file for file in plan.files}
+        self._rows: dict[str, list[Rows]] = {file.name: [] for file in plan.files}
+        self._rank, self._checksums, self._part_ranges = rank, checksums, plan.ranges_on(rank)
         self._budget, self._plans = budget, plans
-        self._heads = dict(heads)
+        self._heads = dict(plan.heads_on(rank))
         self._stored: dict[tuple[int, torch.dtype, int], tuple[Placement, Sequence[tuple[int, Copy]], Kind | None]] = {}
         self._num_replicas: dict[int, int] = {}  # by the id of a cut, which `_stored` keeps unique
-        self._frames = {name: dict(by_index) for name, by_index in frames.items()}
+        self._frames = {name: dict(by_index) for name, by_index in plan.frames_on(rank).items()}
 
     @property
     def rows(self) -> dict[str, Rows]:
         """The written segments, by file."""
         return {name: numpy.concatenate([rows_of(()), *tables]) for name, tables in self._rows.items()}
 
-    def extents_of(self, parts: Sequence[Slice] | Parts) -> dict[str, list[LocalExtent]]:
+    def extents_of(self, parts: Taken) -> dict[str, list[LocalExtent]]:
         """Return the extents that this rank must write of some parts, by file. Those of short parts are copies."""
+        if isinstance(parts, CompleteValues):
+            return self._of_packed(parts)
         extents: dict[str, list[LocalExtent]] = {}
         short: dict[str, ShortParts] = {}
         for part in self._without_short(parts, short) if isinstance(parts, Parts) else parts:
             flat = part.flat
-            name, begin = self._start_of(part.value)
+            name, begin = self._plan.start_of(part.value)
             if isinstance(part.cut, FlatRuns):
                 if flat is not None:
                     ranges = self._in_ranges(part, LocalMemory(flat), flat.numel(), begin)
@@ -112,24 +104,33 @@ class RankWriter:
             extents.setdefault(name, []).append(collected.packed())
         return extents
 
-    @cached_property
-    def _starts_by_key(self) -> Mapping[Key, tuple[str, int]]:
-        return {value.key: self._starts[id(value)] for file in self._files.values() for value in file.values}
-
-    def _start_of(self, value: StateValue) -> tuple[str, int]:
-        """Return the file of a value, and the byte of its data section at which the value begins.
-
-        A value that is cast is here as it is in the live model: another object of the same key.
-        """
-        return self._starts.get(id(value)) or self._starts_by_key[value.key]
+    def _of_packed(self, packed: CompleteValues) -> dict[str, list[LocalExtent]]:
+        """Return the extents of complete values, of which this rank writes all bytes."""
+        by_file: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in self._files}
+        starts_of = self._plan.starts
+        for number, value in enumerate(packed.values):
+            name, begin = starts_of.get(id(value)) or self._plan.start_of(value)
+            numbers, begins = by_file[name]
+            numbers.append(number)
+            begins.append(begin)
+        extents: dict[str, list[LocalExtent]] = {}
+        for name, (numbers, begins) in by_file.items():
+            if numbers:
+                starts, nbytes, places = (
+                    numpy.array(begins, numpy.int64),
+                    packed.nbytes[numbers],
+                    packed.places[numbers],
+                )
+                extents[name] = [PackedExtents.of(starts, nbytes, places, packed.memory.numpy().data)]
+        return extents
 
     def _without_short(self, parts: Parts, short: dict[str, ShortParts]) -> list[Slice]:
         """Add the short parts to `short`, by file, and return the others."""
         others: list[int] = []
-        starts = self._starts
+        starts = self._plan.starts
         kinds: dict[tuple[int, torch.dtype], Kind | None] = {}  # of values without replicas, by their cut and dtype
         for i, (value, cut, held) in enumerate(zip(parts.values, parts.cuts, parts.held, strict=True)):
-            name, begin = starts.get(id(value)) or self._start_of(value)
+            name, begin = starts.get(id(value)) or self._plan.start_of(value)
             copies: Sequence[tuple[int, Copy]] = ()
             kind = kinds.get((id(cut), value.dtype))
             if kind is None:
@@ -155,7 +156,7 @@ class RankWriter:
         memory, itemsize = LocalMemory(flat), part.value.dtype.itemsize
         for base, copy in copies:
             for piece in clip_to_source(copy, part.start, part.start + flat.numel()):
-                for source, target, numel in ranges_of(piece):
+                for source, target, numel in runs_of(piece):
                     yield memory.extent(begin + (base + target) * itemsize, source, numel)
 
     def _in_ranges(self, part: Slice, memory: LocalMemory, numel: int, begin: int) -> Iterator[LocalExtent]:
@@ -250,7 +251,7 @@ class RankWriter:
                 for index in list(frames):  # the frames in parts without a byte of a tensor
                     self._write_frame(name, index)
             self.receipts = [self.store_writer.finish()]
-        self._starts.clear()  # as large as the names of all values, and of no more use
+        self._plan.forget_starts()
 
     def discard(self) -> None:
         """Close the files after a failure. Raises nothing."""

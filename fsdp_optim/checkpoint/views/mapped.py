@@ -20,12 +20,12 @@ from typing import Protocol, TypeAlias
 import torch
 from msgspec import structs
 
-from fsdp_optim.checkpoint.common.local_extents import bytes_of, ranges_of
+from fsdp_optim.checkpoint.common.local_extents import bytes_of
 from fsdp_optim.formats.base.extents import Extent, without_overlaps
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Placement, Shape, Whole
 from fsdp_optim.layout.views import Part, Tile, run_in_live, tiles_of_live, tiles_of_part
-from fsdp_optim.plan import Copy, clip_to_target, copies_into
+from fsdp_optim.plan import Copy, clip_to_target, copies_into, runs_of
 from fsdp_optim.tensors.allocation import in_pages
 
 SCRATCH_NBYTES = 4 << 20
@@ -258,7 +258,7 @@ class _Gathered:
             return
         for copy in self.copies_of(source):
             for clipped in clip_to_target(copy, first, first + num):
-                for stored_offset, offset, numel in ranges_of(clipped):
+                for stored_offset, offset, numel in runs_of(clipped):
                     file, start = source.place_on(copy.source_rank)
                     part = memory[offset * size : (offset + numel) * size]
                     self._extents.setdefault(file, []).append(Extent(start + stored_offset * size, part))

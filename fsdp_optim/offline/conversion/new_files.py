@@ -244,7 +244,7 @@ class NewFiles:
             format=self.format,
             address=begun.decision.address,
             token="",
-            plan=FilePlan(self.files, owners, is_alone=len(ranks) == 1),
+            plan=FilePlan(self.files, owners, ranks=ranks),
             absent=(),
             writer=self.writer,
             extras=self.contents.prepared.files if self.leads else {},

@@ -1,0 +1,69 @@
+"""The way of a value from one end to the other, and the plans of the ways of one call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from fsdp_optim.errors import LayoutError, counted_noun
+from fsdp_optim.layout import Placement
+from fsdp_optim.move.ends import StateValue
+from fsdp_optim.plan import RankPlan, Request
+from fsdp_optim.transport.base import RankGroup
+
+
+class Route(NamedTuple):
+    """A value to move, with the cuts in which the elements leave the source and reach the target."""
+
+    value: StateValue
+    source: Placement
+    target: Placement
+    is_staged_at_source: bool = False
+
+    @property
+    def staged(self) -> Placement:
+        """The cut of the elements that are staged in temporary memory."""
+        return self.source if self.is_staged_at_source else self.target
+
+
+class RoutePlans:
+    """The plans of one call. Values with the same cut, such as values of equal layers, share one plan."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+        self._same: dict[tuple[int, int], Request] = {}
+
+    def of(self, routes: Iterable[Route]) -> Iterator[tuple[Route, RankPlan]]:
+        """Yield each route with the plan of its value, which is made together with plans of the next routes.
+
+        Raises LayoutError where no rank holds some elements of a source.
+        """
+        routes, to_plan = itertools.tee(routes)
+        return zip(routes, self.group.world.plans.each(map(self._request, to_plan)), strict=True)
+
+    def of_kinds(self, routes: Iterable[Route]) -> Iterator[RankPlan]:
+        """Yield the plan of each route, in which the sending replica does not depend on the value's name."""
+        return self.group.world.plans.each(self._checked(route, 0) for route in routes)
+
+    def _request(self, route: Route) -> Request:
+        value, source, target, _ = route
+        # Layers share their placements, in which a search for gaps takes long.
+        same = self._same.get((id(source), id(target)))
+        if same is not None:
+            return same
+        request = self._checked(route, value.replica_among(source))
+        if source.num_replicas == 1:  # else the sender depends on the value's name
+            self._same[id(source), id(target)] = request  # its references keep the ids unique
+        return request
+
+    def _checked(self, route: Route, replica: int) -> Request:
+        value, source, target, _ = route
+        gap = source.gap()
+        if gap is not None:
+            raise LayoutError(
+                f"{value.fqn}: elements [{gap[0]}, {gap[1]}) of {value.name} are held by no rank "
+                f"(the source has {counted_noun(len(source.ranks), 'rank')})"
+            )
+        sends = len(self.group.ranks) > 1  # a rank that makes the call alone sends nothing
+        return Request(source, target, self.group.rank, replica, sends)

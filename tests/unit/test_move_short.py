@@ -1,0 +1,344 @@
+"""Short values that travel together to the rank that writes each, on ranks that are threads."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_optim import RankError
+from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, MeshBoxes, Placement, Whole
+from fsdp_optim.move import CompleteValues, End, Parts, Slice, StateValue, move
+from fsdp_optim.move import short as short_module
+from fsdp_optim.tensors.memory import Budget
+from fsdp_optim.testing import RanksFailed, run_on_threads
+from fsdp_optim.transport import Failure, world_here
+from fsdp_optim.transport.agree import agree
+
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64, torch.complex64, torch.bool, torch.float8_e4m3fn)
+SHAPES: tuple[tuple[int, ...], ...] = ((8, 8), (5, 4), (1,), (7,), (3, 2, 5), (64,), (2, 3), (1, 9), (13, 1), (0, 3))
+
+
+def elements(value: StateValue) -> torch.Tensor:
+    """The full value: bytes that differ from value to value."""
+    generator = torch.Generator().manual_seed(int(value.fqn))
+    size = value.placement.numel * value.dtype.itemsize
+    top = 2 if value.dtype == torch.bool else 256
+    return torch.randint(0, top, (size,), dtype=torch.uint8, generator=generator).view(value.dtype)
+
+
+def local(value: StateValue, rank: int, *, strided: bool) -> torch.Tensor | None:
+    """A rank's local tensor, with padding around its elements where the placement says so."""
+    placement = value.placement
+    shard = placement.shard_of(rank)
+    if shard is None:
+        return None
+    full = elements(value).view(placement.shape)
+    blocks = placement.blocks(shard)
+    made = torch.zeros(max((block.end for block in blocks), default=0), dtype=value.dtype)
+    run = placement.run(shard)
+    if run is not None:
+        made = torch.zeros(max(run.offset + run.stop - run.start, 0), dtype=value.dtype)
+        made[run.offset :] = full.reshape(-1)[run.start : run.stop]
+    else:
+        for block in blocks:
+            index = tuple(slice(o, o + n) for o, n in zip(block.box.offsets, block.box.sizes, strict=True))
+            made[block.offset : block.end] = full[index].reshape(-1)
+    if strided and len(made) > 1 and value.dtype != torch.float8_e4m3fn:
+        made = torch.stack([made, made], 1).t()[0]  # every second element of its memory
+    return made
+
+
+def cuts(world: int) -> list[Callable[[tuple[int, ...]], Placement]]:
+    """Ways to cut a shape over the ranks."""
+    ranks = tuple(range(world))
+    ways: list[Callable[[tuple[int, ...]], Placement]] = [
+        lambda shape: MeshBoxes(shape, (world,), ((0, 0),), (ranks,)),
+        lambda shape: MeshBoxes(shape, (world,), ((0, len(shape) - 1),), (ranks,)),
+        lambda shape: FlatChunks(shape, 3, -(-(3 + math.prod(shape)) // world), (ranks,)),
+        lambda shape: Whole(shape, (world - 1,)),
+        lambda shape: Whole(shape, ranks),
+    ]
+    if world == 4:
+        ways += [
+            lambda shape: MeshBoxes(shape, (2, 2), ((1, 0),), (ranks,)),  # replicas
+            lambda shape: MeshBoxes(shape, (2, 2), ((0, len(shape) - 1), (1, 0)), (ranks,)),
+        ]
+    return ways
+
+
+@dataclass
+class Live(End):
+    strided: bool = False
+    fails_on: int | None = None
+    asked: list[str] = field(default_factory=list)
+
+    def memory(self, value: StateValue) -> torch.Tensor | None:
+        rank = world_here().rank
+        if self.fails_on == rank:
+            raise OSError("the memory is gone")
+        self.asked.append(value.fqn)
+        return local(value, rank, strided=self.strided)
+
+
+@dataclass
+class Files(End):
+    """Each value is needed by one rank, which the value's number gives; what arrives is kept by FQN."""
+
+    world: int
+    as_slices: bool = False
+    fails_on: int | None = None
+    written: dict[str, bytes] = field(default_factory=dict)
+    num_packed: int = 0
+    most_nbytes: int = 0
+    _whole: dict[tuple[object, int], Placement] = field(default_factory=dict)
+
+    is_stored = True
+    in_any_order = True
+
+    def writer(self, value: StateValue) -> int:
+        return int(value.fqn) // 5 % self.world
+
+    def io_placement(self, value: StateValue, other: Placement) -> Placement:
+        key = other.shape, self.writer(value)
+        return self._whole.setdefault(key, Whole(*key[:1], (key[1],)))  # type: ignore[arg-type]
+
+    def drain(self, parts: Sequence[Slice]) -> None:
+        for part in parts:
+            if part.flat is None:
+                continue
+            self.note(part.value, bytes(part.flat.contiguous().view(torch.uint8).numpy()))
+
+    def drain_parts(self, parts: Parts) -> None:
+        self.drain(parts.slices(range(len(parts.values))))
+
+    def drain_packed(self, packed: CompleteValues) -> None:
+        if self.fails_on == world_here().rank:
+            raise OSError("no space")
+        self.num_packed += 1
+        self.most_nbytes = max(self.most_nbytes, packed.memory.nbytes)
+        if self.as_slices:
+            super().drain_packed(packed)
+            return
+        data = bytes(packed.memory.numpy())
+        for value, start, nbytes in zip(packed.values, packed.places.tolist(), packed.nbytes.tolist(), strict=True):
+            self.note(value, data[start : start + nbytes])
+
+    def note(self, value: StateValue, data: bytes) -> None:
+        assert self.writer(value) == world_here().rank
+        self.written[value.fqn] = self.written.get(value.fqn, b"") + data  # windows of it, where nothing is sent
+
+
+def values_of(world: int, seed: int, num: int = 120) -> list[StateValue]:
+    chosen, made = random.Random(seed), dict[Any, Placement]()
+    values = []
+    for number in range(num):
+        shape, way = chosen.choice(SHAPES), chosen.randrange(len(cuts(world)))
+        placement = made.setdefault((shape, way), cuts(world)[way](shape))
+        if chosen.random() < 0.2:
+            placement = cuts(world)[way](shape)  # equal, and not the same object
+        values.append(StateValue(str(number), "exp_avg", chosen.choice(DTYPES), placement))
+    return values
+
+
+def moved(values: Sequence[StateValue], source: Live, target: Files, nbytes: int) -> None:
+    world, failure = world_here(), Failure()
+    group = world.group("a move", range(world.size), timeout=60)
+    move(values, source, target, group, Budget(nbytes), failure)
+    agree(group, "moved", failure.error)
+
+
+@pytest.mark.parametrize("nbytes", [1, 3000, 16 << 10, 64 << 20])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_every_value_arrives_at_its_writer_alone(world: int, nbytes: int) -> None:
+    for seed in range(3):
+        values = values_of(world, 10 * world + seed)
+
+        def on_rank(values: Sequence[StateValue] = values, seed: int = seed) -> Files:
+            target = Files(world, as_slices=seed == 1)
+            moved(values, Live(strided=seed == 2), target, nbytes)
+            return target
+
+        ends = run_on_threads(on_rank, world)
+        written = {fqn: data for end in ends for fqn, data in end.written.items()}
+        assert sum(len(end.written) for end in ends) == len(written)
+        for value in values:
+            wanted = bytes(elements(value).view(torch.uint8).numpy())
+            assert written.get(value.fqn, b"") == wanted, f"{value.fqn} of {value.placement}"
+        if world > 1:
+            assert any(end.num_packed for end in ends)
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("where", ["source", "target"])
+@pytest.mark.parametrize("nbytes", [16 << 10, 64 << 20])
+def test_a_rank_that_fails_ends_the_move_of_all(where: str, rank: int, nbytes: int) -> None:
+    values = [
+        StateValue(str(number), "exp_avg", torch.float32, MeshBoxes((8, 8), (3,), ((0, 0),), ((0, 1, 2),)))
+        for number in range(60)
+    ]
+
+    def on_rank() -> None:
+        fails = {"fails_on": rank}
+        source, target = Live(**(fails if where == "source" else {})), Files(3, **(fails if where == "target" else {}))
+        moved(values, source, target, nbytes)
+
+    with pytest.raises(RanksFailed) as failed:
+        run_on_threads(on_rank, 3, grace=30)
+    assert set(failed.value.errors) == {0, 1, 2}
+    for other, error in failed.value.errors.items():
+        text = "the memory is gone" if where == "source" else "no space"
+        assert text in str(error), f"rank {other}: {error}"
+        assert isinstance(error, RankError | OSError)
+
+
+def test_elements_that_no_rank_holds_are_refused_on_all_ranks() -> None:
+    half = Boxes((4,), ((0, (Block(Box((0,), (2,)), 0),)),))
+    values = [StateValue("0", "exp_avg", torch.float32, half)]
+
+    def on_rank() -> None:
+        moved(values, Live(), Files(2), 1000)
+
+    with pytest.raises(RanksFailed, match=r"0: elements \[2, 4\) of exp_avg are held by no rank") as failed:
+        run_on_threads(on_rank, 2)
+    assert set(failed.value.errors) == {0, 1}
+
+
+def test_memory_that_a_rank_lacks_is_named() -> None:
+    placement = MeshBoxes((4,), (2,), ((0, 0),), ((0, 1),))
+
+    class Lacks(Live):
+        def memory(self, value: StateValue) -> torch.Tensor | None:
+            return None if world_here().rank == 1 and value.fqn == "3" else super().memory(value)
+
+    def on_rank() -> None:
+        moved([StateValue(str(n), "exp_avg", torch.float32, placement) for n in range(5)], Lacks(), Files(2), 1000)
+
+    with pytest.raises(RanksFailed, match="3: exp_avg: rank 1 has no elements of this value, but must send some"):
+        run_on_threads(on_rank, 2)
+
+
+def test_only_the_ranks_that_send_are_asked_for_memory() -> None:
+    """Of replicas one sends, and the writer uses what it has itself."""
+    placement = MeshBoxes((4, 4), (2, 2), ((1, 0),), ((0, 1, 2, 3),))
+    values = [StateValue(str(number), "exp_avg", torch.float32, placement) for number in range(40)]
+
+    def on_rank() -> int:
+        source = Live()
+        moved(values, source, Files(4), 1 << 20)
+        return len(source.asked)
+
+    assert sum(run_on_threads(on_rank, 4)) == 2 * len(values)  # a shard each
+
+
+def test_memory_stays_in_the_budget() -> None:
+    """A batch has an eighth of a half, so that its copies and its messages have room."""
+    placement = MeshBoxes((64, 64), (2,), ((0, 0),), ((0, 1),))
+    values = [StateValue(str(number), "exp_avg", torch.float32, placement) for number in range(200)]
+    nbytes, most = 16 << 20, (8 << 20) // short_module._COPIES
+
+    def on_rank() -> Files:
+        target = Files(2)
+        moved(values, Live(), target, nbytes)
+        return target
+
+    ends = run_on_threads(on_rank, 2)
+    assert all(0 < end.most_nbytes <= most for end in ends)
+    assert all(end.num_packed > 1 for end in ends)
+
+
+def test_large_values_do_not_travel_with_others() -> None:
+    """What is larger than a short value goes by windows, as before."""
+    numel = short_module.MOST_NBYTES // 4
+    values = [
+        StateValue(str(n), "exp_avg", torch.float32, MeshBoxes((size,), (2,), ((0, 0),), ((0, 1),)))
+        for n, size in enumerate((numel, numel + 1))
+    ]
+
+    def on_rank() -> Files:
+        target = Files(2)
+        moved(values, Live(), target, 64 << 20)
+        return target
+
+    ends = run_on_threads(on_rank, 2)
+    assert sum(end.num_packed for end in ends) == 2
+    assert {fqn: len(data) for end in ends for fqn, data in end.written.items()} == {"0": numel * 4, "1": numel * 4 + 4}
+    packed_nbytes = sum(end.most_nbytes for end in ends)
+    assert packed_nbytes == numel * 4
+
+
+def test_values_that_the_budget_has_no_room_for_go_by_windows() -> None:
+    placement = MeshBoxes((64, 64), (2,), ((0, 0),), ((0, 1),))
+    values = [StateValue(str(number), "exp_avg", torch.float32, placement) for number in range(4)]
+
+    def on_rank() -> Files:
+        target = Files(2)
+        moved(values, Live(), target, 64 << 10)
+        return target
+
+    ends = run_on_threads(on_rank, 2)
+    assert not any(end.num_packed for end in ends)
+    assert sum(len(data) for end in ends for data in end.written.values()) == 4 * values[0].nbytes
+
+
+def test_values_of_a_target_that_needs_their_order_go_by_windows() -> None:
+    """A store that uploads parts of a file holds each until all its bytes have come."""
+    values = values_of(3, 5, num=40)
+
+    class InOrder(Files):
+        in_any_order = False
+
+    def on_rank() -> Files:
+        target = InOrder(3)
+        moved(values, Live(), target, 64 << 20)
+        return target
+
+    ends = run_on_threads(on_rank, 3)
+    assert not any(end.num_packed for end in ends)
+    written = {fqn: data for end in ends for fqn, data in end.written.items()}
+    for value in values:
+        assert written.get(value.fqn, b"") == bytes(elements(value).view(torch.uint8).numpy()), value.fqn
+
+
+def test_each_dtype_of_a_shape_has_its_own_size() -> None:
+    """Of values of one shape, for one rank, the wide ones are too large to travel with others."""
+    numel, placement = (
+        short_module.MOST_NBYTES // 4,
+        MeshBoxes((short_module.MOST_NBYTES // 4,), (2,), ((0, 0),), ((0, 1),)),
+    )
+    for dtypes in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
+        values = [StateValue(str(number), "exp_avg", dtype, placement) for number, dtype in enumerate(dtypes)]
+
+        def on_rank(values: Sequence[StateValue] = values) -> Files:
+            target = Files(2)
+            moved(values, Live(), target, 64 << 20)
+            return target
+
+        ends = run_on_threads(on_rank, 2)
+        assert sum(end.most_nbytes for end in ends) == 4 * numel
+        assert sum(len(data) for end in ends for data in end.written.values()) == 12 * numel
+
+
+def test_nothing_is_written_of_messages_that_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    placement, targets = MeshBoxes((4,), (2,), ((0, 0),), ((0, 1),)), list[Files]()
+    values = [StateValue(str(number), "exp_avg", torch.float32, placement) for number in range(5)]
+
+    def lose(group: Any, items: Any, failure: Failure, budget: Budget) -> None:
+        failure.note(RankError("lost the connection"), fatal=True)
+
+    monkeypatch.setattr(short_module, "exchange", lose)
+
+    def on_rank() -> None:
+        target = Files(2)
+        targets.append(target)
+        moved(values, Live(), target, 64 << 20)
+
+    with pytest.raises(RanksFailed, match="lost the connection"):
+        run_on_threads(on_rank, 2)
+    assert len(targets) == 2
+    assert not any(target.num_packed for target in targets)
