@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import fsdp_optim
 from fsdp_optim import LoadOptions, SaveOptions
+from fsdp_optim.buckets.objects.multipart import MultipartFile
 from fsdp_optim.checkpoint.save import file_plan
 from fsdp_optim.storage.posix import FolderWriter
 from fsdp_optim.testing import run_on_ranks
@@ -133,6 +134,35 @@ def save_where_one_fails(folder: str, fails: int, how: str) -> tuple[str, str]:
     return error_text(lambda: getattr(fsdp_optim, how)(folder, model, optim, options=options))
 
 
+class Mixed(nn.Module):
+    """A large parameter between small ones, of which many lie in each part of an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few = nn.ParameterList(nn.Parameter(torch.randn(6)) for _ in range(12))
+        self.many = nn.Parameter(torch.randn(256, 64))
+
+
+def parts_of_an_upload(url: str) -> int:
+    """The most parts that this rank holds at once, because some of their bytes have not come."""
+    model = fully_shard(nn.Sequential(*(fully_shard(Mixed()) for _ in range(16))))
+    optim = torch.optim.Adam(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optim.step()
+    most, write = 0, MultipartFile.write
+
+    def counted(self: MultipartFile, pieces: Any, offset: int) -> None:
+        nonlocal most
+        write(self, pieces, offset)
+        most = max(most, len(self._open))
+
+    options = {"storage_options": {"part_nbytes": 32 << 10}, "bucket_nbytes": 1 << 20}
+    with mock.patch.object(MultipartFile, "write", counted):
+        fsdp_optim.save(url, model, optim, options=SaveOptions(**options))
+    return most
+
+
 class ScatteredTest(unittest.TestCase):
     def contents(self, folder: str) -> dict[str, bytes]:
         return {name: (Path(folder) / name).read_bytes() for name in FILES}
@@ -175,6 +205,13 @@ class ScatteredTest(unittest.TestCase):
             self.assertEqual(made[name], wanted[name], name)
         for writes in by_rank:
             self.assertGreater(sum(num for (_, is_short), num in writes.items() if is_short), NUM)
+
+    def test_a_store_that_uploads_parts_gets_the_values_in_order(self) -> None:
+        """Short values that came before the others would begin all parts of a file, and all of it would be held."""
+        with tempfile.TemporaryDirectory() as top:
+            most = max(run_on_ranks(parts_of_an_upload, 2, f"file://{top}/checkpoint"))
+        self.assertGreater(most, 0)
+        self.assertLess(most, 6)  # of some fifty
 
     @parameterized.expand([(rank, how) for rank in range(2) for how in ("save", "async_save")])
     def test_a_rank_that_fails_ends_the_save_of_all(self, rank: int, how: str) -> None:
