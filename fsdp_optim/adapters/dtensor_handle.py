@@ -69,15 +69,15 @@ class DTensorHandle(Handle):
         return local if is_plain(local) and is_written_as_now(local) else None
 
     def held(self, value: torch.Tensor) -> torch.Tensor | None:
-        spec = getattr(value, "_spec", None)
-        if spec is None or not is_dtensor(value):
+        if id(getattr(value, "_spec", None)) in self.fitting:  # nearly always
+            local = getattr(value, "_local_tensor", None)
+            if type(local) is torch.Tensor and local.shape == self.local_shape:
+                return local.detach() if local.requires_grad else local
+        if not is_dtensor(value):
             return super().held(value)
-        local = value._local_tensor
-        is_alike = id(spec) in self.fitting and type(local) is torch.Tensor  # nearly always
-        if not is_alike or local.shape != self.local_shape:
-            if not self.is_held(value):
-                return None
-            local = local_of(value)
+        if not self.is_held(value):
+            return None
+        local = local_of(value)
         return local.detach() if local.requires_grad else local
 
     def is_held(self, value: torch.Tensor) -> bool:

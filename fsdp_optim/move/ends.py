@@ -166,9 +166,9 @@ class End:
         """Write live elements, as a stored target."""
         self.drain(parts.slices(range(len(parts.values))))
 
-    def drain_packed(self, packed: CompleteValues, /) -> None:
+    def drain_complete(self, complete: CompleteValues, /) -> None:
         """Write complete values, as a stored target."""
-        self.drain([*packed.slices()])
+        self.drain([*complete.slices()])
 
 
 def local_parts(

@@ -83,7 +83,7 @@ def move_short(
         items.clear()
         if batch is not None and failure.error is None:
             with failure:
-                target.drain_packed(batch.packed())
+                target.drain_complete(batch.complete())
 
 
 def _share(budget: Budget) -> Budget:
@@ -197,7 +197,7 @@ class _Batch(NamedTuple):
             for pair, numel in sorted((pair, message.numel()) for pair, message in (sends | receives).items())
         ]
 
-    def packed(self) -> CompleteValues:
+    def complete(self) -> CompleteValues:
         """Return the values that this rank has received, one after the other."""
         memory = empty((int(self.nbytes.sum()),), torch.uint8, _CPU)
         _, places, lengths, _ = rows = self.arriving

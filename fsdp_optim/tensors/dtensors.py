@@ -101,7 +101,12 @@ def is_usual_dtensor(value: object) -> bool:
     if not is_dtensor(value):
         return False
     local = value._local_tensor
-    return is_usual(local) and local.dtype is value.dtype and not is_partial(value)
+    if not is_usual(local) or local.dtype is not value.dtype:
+        return False
+    for placement in value._spec.placements:  # noqa: SIM110  # any() would make a generator for every value
+        if placement.is_partial():
+            return False
+    return True
 
 
 def is_partial(value: DTensor) -> bool:

@@ -117,16 +117,18 @@ class Files(End):
     def drain_parts(self, parts: Parts) -> None:
         self.drain(parts.slices(range(len(parts.values))))
 
-    def drain_packed(self, packed: CompleteValues) -> None:
+    def drain_complete(self, complete: CompleteValues) -> None:
         if self.fails_on == world_here().rank:
             raise OSError("no space")
         self.num_packed += 1
-        self.most_nbytes = max(self.most_nbytes, packed.memory.nbytes)
+        self.most_nbytes = max(self.most_nbytes, complete.memory.nbytes)
         if self.as_slices:
-            super().drain_packed(packed)
+            super().drain_complete(complete)
             return
-        data = bytes(packed.memory.numpy())
-        for value, start, nbytes in zip(packed.values, packed.places.tolist(), packed.nbytes.tolist(), strict=True):
+        data = bytes(complete.memory.numpy())
+        for value, start, nbytes in zip(
+            complete.values, complete.places.tolist(), complete.nbytes.tolist(), strict=True
+        ):
             self.note(value, data[start : start + nbytes])
 
     def note(self, value: StateValue, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The work of a call grows with the number of param groups, not with its square: counted in lines of the library that run."""
+"""The work of a call grows with the number of parameters, groups and files, not with its square: counted in lines that run."""
 
 import sys
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import torch
 
 import fsdp_optim
 from fsdp_optim import (
+    SaveOptions,
     gather_full_optim_state_dict,
     get_shard_from_optim_state_dict,
     iter_full_optim_state,
@@ -88,7 +89,27 @@ def load(model, optim, full, path):
     fsdp_optim.load(path / f"of {len(optim.param_groups)}", model, optim)
 
 
-CALLS = [get_shard, get_shard_without_optimizer, gather, iterate, scatter, rekey, transfer, load]
+def save_files(model, optim, full, path):
+    """A file for each value, or nearly."""
+    options = SaveOptions(max_file_size=200, durable=False)
+    fsdp_optim.save(path / f"files of {len(optim.param_groups)}", model, optim, overwrite=True, options=options)
+
+
+def load_files(model, optim, full, path):
+    fsdp_optim.load(path / f"files of {len(optim.param_groups)}", model, optim)
+
+
+def verify_files(model, optim, full, path):
+    fsdp_optim.verify(path / f"files of {len(optim.param_groups)}")
+
+
+def convert_files(model, optim, full, path):
+    folder = path / f"files of {len(optim.param_groups)}"
+    fsdp_optim.convert(folder, folder.with_name(f"{folder.name}, converted"), overwrite=True)
+
+
+OF_FILES = [save_files, load_files, verify_files, convert_files]
+CALLS = [get_shard, get_shard_without_optimizer, gather, iterate, scatter, rekey, transfer, save, load, *OF_FILES]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
@@ -99,5 +120,7 @@ def test_the_work_grows_with_the_number_of_groups(call, tmp_path):
         full = gather_full_optim_state_dict(model, optim)
         if call is load:
             save(model, optim, full, tmp_path)
+        elif call in OF_FILES:
+            save_files(model, optim, full, tmp_path)
         counts.append(lines_run(partial(call, model, optim, full, tmp_path)))
     assert 0 < counts[1] < 1.25 * MANY / FEW * counts[0], f"{counts[0]} lines for {FEW} groups, {counts[1]} for {MANY}"

@@ -116,17 +116,16 @@ class HalvesEnd(End):
         return self._end_of(value).memory(value)
 
     def memories(self, values: Sequence[StateValue]) -> Sequence[torch.Tensor | None]:
-        constants = [value.constant if isinstance(value, SavedValue) else None for value in values]
-        by_end: dict[int, tuple[LiveEnd, list[StateValue]]] = {}
-        ends = [self._end_of(value) for value in values]
-        for value, end, constant in zip(values, ends, constants, strict=True):
+        memories = [value.constant if isinstance(value, SavedValue) else None for value in values]
+        by_end: dict[tuple[bool, bool], list[int]] = {}
+        for number, (value, constant) in enumerate(zip(values, memories, strict=True)):
             if constant is None:
-                by_end.setdefault(id(end), (end, []))[1].append(value)
-        left = {key: iter(end.memories(listed)) for key, (end, listed) in by_end.items()}
-        return [
-            constant if constant is not None else next(left[id(end)])
-            for end, constant in zip(ends, constants, strict=True)
-        ]
+                by_end.setdefault((value.is_state, value.name == TREE), []).append(number)
+        for numbers in by_end.values():
+            end = self._end_of(values[numbers[0]])
+            for number, memory in zip(numbers, end.memories([values[number] for number in numbers]), strict=True):
+                memories[number] = memory
+        return memories
 
     def _end_of(self, value: StateValue) -> LiveEnd:
         if value.is_state:

@@ -142,7 +142,7 @@ def is_all_of(extents: ExtentsByFile, taken: Taken) -> bool:
 def snapshot_of(live: ExtentsByFile) -> dict[str, list[LocalExtent]]:
     """Return a copy of the bytes in new host memory. Extents that are adjacent in a file become one extent.
 
-    CompleteValues extents, which lie in memory of their own, stay as they are.
+    Packed extents, which lie in memory of their own, stay as they are.
     """
     snapshot: dict[str, list[LocalExtent]] = {}
     listed: list[tuple[str, Extent | DeviceExtent]] = []

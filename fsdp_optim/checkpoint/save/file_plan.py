@@ -166,40 +166,35 @@ class FilePlan:
             for value in file.values
         }
 
-    def cut(self, value: StateValue, placement: Placement) -> Placement:
-        """Return the cut in which the ranks write a value of `placement`."""
-        cut = self._cuts.get(value.key) if self.parted else None
-        if cut is not None:
-            return cut
-        if self.owners:
-            owner = self._owner_of.get(value.key)
-        else:
-            writers = self._gathered.get((id(placement), value.dtype))
-            owner = self._writer(value, writers) if writers else None
-        key = id(placement), value.dtype, owner  # layers share their placements
-        known = self._written.get(key)
-        if known is None:
-            known = self._written[key] = placement, written_cut(value, placement, owner)  # keeps the id unique
-        return known[1]
-
     def cuts(self, values: Sequence[StateValue], placements: Sequence[Placement]) -> Sequence[Placement]:
-        """Return `cut` of several values, which is asked once for those of one placement and dtype that one rank writes."""
-        if self.parted or self.owners:
-            return list(map(self.cut, values, placements))
-        known: dict[tuple[int, torch.dtype, int | None], Placement] = {}
-        cuts, gathered = [], self._gathered
-        starts, number_of = self.starts, self._number_of
-        for value, placement in zip(values, placements, strict=True):
-            writers, writer = gathered.get((id(placement), value.dtype)) if gathered else None, None
-            if writers:
-                name, start = starts.get(id(value)) or self.start_of(value)
-                writer = writers[(number_of[name] + start // WRITTEN_TOGETHER) % len(writers)]
-            key = id(placement), value.dtype, writer
-            cut = known.get(key)  # `placements` keep their ids unique
-            if cut is None:
-                cut = known[key] = self.cut(value, placement)
-            cuts.append(cut)
+        """Return the cut in which the ranks write each of some values, of these placements."""
+        cuts = []
+        for value, placement, owner in zip(values, placements, self._owners_of(values, placements), strict=True):
+            key = id(placement), value.dtype, owner  # layers share their placements
+            known = self._written.get(key)
+            if known is None:
+                known = self._written[key] = placement, written_cut(value, placement, owner)  # keeps the id unique
+            cuts.append(known[1])
+        if self.parted:
+            return [self._cuts.get(value.key, cut) for value, cut in zip(values, cuts, strict=True)]
         return cuts
+
+    def _owners_of(self, values: Sequence[StateValue], placements: Sequence[Placement]) -> Sequence[int | None]:
+        """Return, of each value, the rank that alone writes it, if there is one: the same for adjacent values of a file."""
+        if self.owners:
+            return [self._owner_of.get(value.key) for value in values]
+        gathered = self._gathered
+        if not gathered:
+            return [None] * len(values)
+        starts, owners = self.starts, list[int | None]()
+        for value, placement in zip(values, placements, strict=True):
+            ranks = gathered.get((id(placement), value.dtype))
+            if ranks is None:
+                owners.append(None)
+                continue
+            name, start = starts.get(id(value)) or self.start_of(value)
+            owners.append(ranks[(self._number_of[name] + start // WRITTEN_TOGETHER) % len(ranks)])
+        return owners
 
     @cached_property
     def _gathered(self) -> Mapping[tuple[int, torch.dtype], Sequence[int]]:
@@ -207,7 +202,7 @@ class FilePlan:
 
         These are scattered values, and the replicated ones between them.
         """
-        if self.is_alone:
+        if self.is_alone or self.parted:
             return {}
         values = [value for file in self.files for value in file.values]
         keys = [(id(value.placement), value.cast_from or value.dtype) for value in values]
@@ -221,11 +216,6 @@ class FilePlan:
         if num < _LEAST_SCATTERED + _PER_RANK * len(self.ranks):
             return {}
         return {key: place.ranks for key, place in small.items() if key in scattered or place.num_shards == 1}
-
-    def _writer(self, value: StateValue, writers: Sequence[int]) -> int:
-        """Return the one of some ranks that writes a value: the same for adjacent values."""
-        name, start = self.start_of(value)
-        return writers[(self._number_of[name] + start // WRITTEN_TOGETHER) % len(writers)]
 
     @cached_property
     def _number_of(self) -> Mapping[str, int]:
@@ -278,7 +268,7 @@ class FilesEnd(End):
         return self.plan.in_any_order
 
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
-        return self.plan.cut(value, other)
+        return self.plan.cuts([value], [other])[0]
 
     def io_placements(self, values: Sequence[StateValue], others: Sequence[Placement]) -> Sequence[Placement]:
         return self.plan.cuts(values, others)
@@ -289,11 +279,11 @@ class FilesEnd(End):
         else:
             self.take(parts)
 
-    def drain_packed(self, packed: CompleteValues) -> None:
+    def drain_complete(self, complete: CompleteValues) -> None:
         if self.cast:
-            super().drain_packed(packed)
+            super().drain_complete(complete)
         else:
-            self.take(packed)
+            self.take(complete)
 
     def drain(self, parts: Sequence[Slice]) -> None:
         if not self.cast:

@@ -73,7 +73,7 @@ class RankWriter:
     def extents_of(self, parts: Taken) -> dict[str, list[LocalExtent]]:
         """Return the extents that this rank must write of some parts, by file. Those of short parts are copies."""
         if isinstance(parts, CompleteValues):
-            return self._of_packed(parts)
+            return self._of_complete(parts)
         extents: dict[str, list[LocalExtent]] = {}
         short: dict[str, ShortParts] = {}
         for part in self._without_short(parts, short) if isinstance(parts, Parts) else parts:
@@ -104,24 +104,22 @@ class RankWriter:
             extents.setdefault(name, []).append(collected.packed())
         return extents
 
-    def _of_packed(self, packed: CompleteValues) -> dict[str, list[LocalExtent]]:
+    def _of_complete(self, complete: CompleteValues) -> dict[str, list[LocalExtent]]:
         """Return the extents of complete values, of which this rank writes all bytes."""
-        by_file: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in self._files}
+        by_file: dict[str, tuple[list[int], list[int]]] = {}
         starts_of = self._plan.starts
-        for number, value in enumerate(packed.values):
+        for number, value in enumerate(complete.values):
             name, begin = starts_of.get(id(value)) or self._plan.start_of(value)
-            numbers, begins = by_file[name]
-            numbers.append(number)
-            begins.append(begin)
+            of_file = by_file.get(name)
+            if of_file is None:
+                of_file = by_file[name] = [], []
+            of_file[0].append(number)
+            of_file[1].append(begin)
         extents: dict[str, list[LocalExtent]] = {}
+        memory: memoryview = complete.memory.numpy().data
         for name, (numbers, begins) in by_file.items():
-            if numbers:
-                starts, nbytes, places = (
-                    numpy.array(begins, numpy.int64),
-                    packed.nbytes[numbers],
-                    packed.places[numbers],
-                )
-                extents[name] = [PackedExtents.of(starts, nbytes, places, packed.memory.numpy().data)]
+            starts, index = numpy.array(begins, numpy.int64), numpy.array(numbers, numpy.intp)
+            extents[name] = [PackedExtents.of(starts, complete.nbytes[index], complete.places[index], memory)]
         return extents
 
     def _without_short(self, parts: Parts, short: dict[str, ShortParts]) -> list[Slice]:
