@@ -177,6 +177,10 @@ class MeshBoxes(OnMesh):
         return bool(self.shape) and not any(dim for _, dim in self.splits)
 
     @property
+    def most_runs(self) -> int:
+        return prod(self.local_shape(0)[: max((dim for _, dim in self.splits), default=0)]) if self.num_shards else 0
+
+    @property
     def kind(self) -> tuple[object, ...]:
         return type(self), self.mesh_shape, self.splits, self.replicas
 

@@ -107,6 +107,11 @@ class Placement(ABC):
         return False
 
     @property
+    def most_runs(self) -> int:
+        """The most runs of the complete parameter of which a shard consists, side by side in memory; 0 if that is not known."""
+        return 1 if self.in_runs else 0
+
+    @property
     def has_tables(self) -> bool:
         """Whether plans may ask for the tables of shards. All shards then have equally many holders."""
         return True

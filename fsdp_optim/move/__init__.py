@@ -8,5 +8,17 @@ short.py      short values, whose rows travel together to the rank that writes t
 
 from fsdp_optim.move.ends import CompleteValues, End, Key, Parts, Slice, StateValue, Taken
 from fsdp_optim.move.executor import move
+from fsdp_optim.move.short import has_room_for_short, is_short
 
-__all__ = ["CompleteValues", "End", "Key", "Parts", "Slice", "StateValue", "Taken", "move"]
+__all__ = [
+    "CompleteValues",
+    "End",
+    "Key",
+    "Parts",
+    "Slice",
+    "StateValue",
+    "Taken",
+    "has_room_for_short",
+    "is_short",
+    "move",
+]

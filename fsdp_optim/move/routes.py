@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from fsdp_optim.errors import LayoutError, counted_noun
-from fsdp_optim.layout import Placement
+from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.move.ends import StateValue
 from fsdp_optim.plan import RankPlan, Request
 from fsdp_optim.transport.base import RankGroup
@@ -42,9 +42,16 @@ class RoutePlans:
         routes, to_plan = itertools.tee(routes)
         return zip(routes, self.group.world.plans.each(map(self._request, to_plan)), strict=True)
 
-    def of_kinds(self, routes: Iterable[Route]) -> Iterator[RankPlan]:
-        """Yield the plan of each route, in which the sending replica does not depend on the value's name."""
-        return self.group.world.plans.each(self._checked(route, 0) for route in routes)
+    def of_all_elements(self, routes: Iterable[Route]) -> Iterator[RankPlan]:
+        """Yield, for each route, the plan by which the lowest rank of its source would get all elements.
+
+        It says for each element which rank may send it to any other rank, and is the same on all ranks.
+        """
+        requests = ((route, Whole(route.source.shape, route.source.ranks[:1])) for route in routes)
+        return self.group.world.plans.each(
+            self._checked(Route(route.value, route.source, lowest), lowest.ranks[0], 0, sends=False)
+            for route, lowest in requests
+        )
 
     def _request(self, route: Route) -> Request:
         value, source, target, _ = route
@@ -52,12 +59,13 @@ class RoutePlans:
         same = self._same.get((id(source), id(target)))
         if same is not None:
             return same
-        request = self._checked(route, value.replica_among(source))
+        sends = len(self.group.ranks) > 1  # a rank that makes the call alone sends nothing
+        request = self._checked(route, self.group.rank, value.replica_among(source), sends=sends)
         if source.num_replicas == 1:  # else the sender depends on the value's name
             self._same[id(source), id(target)] = request  # its references keep the ids unique
         return request
 
-    def _checked(self, route: Route, replica: int) -> Request:
+    def _checked(self, route: Route, rank: int, replica: int, *, sends: bool) -> Request:
         value, source, target, _ = route
         gap = source.gap()
         if gap is not None:
@@ -65,5 +73,4 @@ class RoutePlans:
                 f"{value.fqn}: elements [{gap[0]}, {gap[1]}) of {value.name} are held by no rank "
                 f"(the source has {counted_noun(len(source.ranks), 'rank')})"
             )
-        sends = len(self.group.ranks) > 1  # a rank that makes the call alone sends nothing
-        return Request(source, target, self.group.rank, replica, sends)
+        return Request(source, target, rank, replica, sends)

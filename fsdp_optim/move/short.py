@@ -9,17 +9,17 @@ What depends on the structure is computed once for each kind of value (values th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 import torch
 
 from fsdp_optim.errors import StateError
-from fsdp_optim.layout import Whole
+from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.move.ends import CompleteValues, End, local_parts
 from fsdp_optim.move.routes import Route, RoutePlans
-from fsdp_optim.plan import Copy, RankPlan, run_table
+from fsdp_optim.plan import Copy, run_table
 from fsdp_optim.tensors.allocation import empty
 from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.tensors.rows import copy_rows, places_of, rows_of_kinds
@@ -34,27 +34,41 @@ if TYPE_CHECKING:
     Numbers = NDArray[numpy.int64]
     Indices = NDArray[numpy.intp]
 
-MOST_NBYTES = 256 << 10
-"""The most bytes of a complete short value, where the budget has room for several of them."""
+_MOST_NBYTES = 64 << 10  # of a complete short value
+_MOST_RUNS = 16  # of a shard
+_LEAST_BUDGET = 8 << 20  # bytes; with less, each batch would have few values, and the ranks meet before each
+_COPIES = 5  # of the elements of a batch: side by side, by rank, as they arrive, as they belong, and on the way there
+_RUN_NBYTES = 100  # about what the tables take for a run
+_RECIPIENT = -1  # as the sender of a run: a rank that has all of a value needs nobody else's
 
 _CPU = torch.device("cpu")
 _USE = "rows of short values, and the messages that carry them"
-_COPIES = 8  # of a batch, at most, that a rank holds: as they are sent, as they arrive, and as they belong
+
+
+def has_room_for_short(budget: Budget) -> bool:
+    """Return whether short values travel together in this budget."""
+    return budget.nbytes >= _LEAST_BUDGET
+
+
+def is_short(source: Placement, itemsize: int) -> bool:
+    """Return whether a value can travel with others: it is small, and each shard is few runs, side by side in memory."""
+    return source.numel * itemsize <= _MOST_NBYTES and 0 < source.most_runs <= _MOST_RUNS
 
 
 def split_short(routes: Sequence[Route], budget: Budget) -> tuple[list[Route], list[Route]]:
-    """Return the values that can travel with others, which are small and of which one rank needs all, and the other values."""
-    most = _most_nbytes(_share(budget))
-    known: dict[tuple[int, torch.dtype], bool] = {}  # the routes keep the ids unique
+    """Return the short values of which one rank needs all elements, which travel together, and the other values."""
+    if not has_room_for_short(budget):
+        return [], [*routes]
+    known: dict[tuple[int, int, torch.dtype], bool] = {}  # the routes keep the ids unique
     short, others = list[Route](), list[Route]()
     for route in routes:
-        value, _, target, _ = route
-        key = id(target), value.dtype
-        is_short = known.get(key)
-        if is_short is None:
+        value, source, target, _ = route
+        key = id(source), id(target), value.dtype
+        travels = known.get(key)
+        if travels is None:
             is_for_one = isinstance(target, Whole) and len(target.on) == 1 and not target.offset
-            is_short = known[key] = is_for_one and target.numel * value.dtype.itemsize <= most
-        (short if is_short else others).append(route)
+            travels = known[key] = is_for_one and is_short(source, value.dtype.itemsize)
+        (short if travels else others).append(route)
     return short, others
 
 
@@ -64,77 +78,126 @@ def move_short(
     """Move short values to a stored target. Called by all ranks of a move, with the same routes."""
     if not routes:
         return
-    share = _share(budget)
-    firsts, of_kind = _numbered(routes)
-    kinds = list[_Kind]()
+    half, group = budget.share(2, _USE), plans.group
+    values = _Values.of(routes)
+    kinds: _Kinds | None = None
     with failure:
-        kinds += map(_Kind.of, firsts, plans.of_kinds(firsts))
-    sizes = numpy.array([route.value.nbytes for route in firsts], numpy.int64)[of_kind]
-    number = places_of(sizes) // max(share.nbytes - _most_nbytes(share), 1)
-    borders = [*(numpy.diff(number, prepend=-1) != 0).nonzero()[0].tolist(), len(routes)]
-    for begin, end in itertools.pairwise(borders):
+        kinds = _Kinds.of(values.firsts, plans)
+    for begin, end in values.batches(half):
         batch: _Batch | None = None
         items = list[Item]()
         with failure:
-            if failure.error is None:
-                batch = _Batch.of(routes[begin:end], kinds, of_kind[begin:end], source, plans.group)
-                items = batch.items(plans.group)
-        exchange(plans.group, items, failure, budget.share(2, _USE))
+            if kinds is not None and failure.error is None:
+                batch = _Batch.of(values.between(begin, end), kinds, source, group)
+                items = batch.items(group)
+        exchange(group, items, failure, half)
         items.clear()
         if batch is not None and failure.error is None:
             with failure:
                 target.drain_complete(batch.complete())
 
 
-def _share(budget: Budget) -> Budget:
-    """Return the budget for the values of a batch."""
-    return budget.share(2, _USE).share(_COPIES, "copies of a batch, beside the messages")
+class _First(NamedTuple):
+    """The first value of a kind: of values that are cut alike. `by_recipient`: who needs such a value has all of it."""
+
+    route: Route
+    by_recipient: bool
 
 
-def _most_nbytes(share: Budget) -> int:
-    """Return the most bytes of a short value: some must fit in a batch."""
-    return min(MOST_NBYTES, share.share(2, "one value").nbytes)
+class _Values(NamedTuple):
+    """Values to move. `firsts`: of each kind. `of_kind`, `recipients`: by value, its kind, and the rank that needs it."""
 
-
-def _numbered(routes: Sequence[Route]) -> tuple[list[Route], Indices]:
-    """Return the first value of each kind, and the number of each value's kind."""
-    numbers: dict[tuple[int, int, torch.dtype], int] = {}  # the routes keep the ids unique
-    firsts, of_kind = list[Route](), list[int]()
-    for route in routes:
-        value, source, target, _ = route
-        number = numbers.setdefault((id(source), id(target), value.dtype), len(firsts))
-        if number == len(firsts):
-            firsts.append(route)
-        of_kind.append(number)
-    return firsts, numpy.array(of_kind, numpy.intp)
-
-
-class _Kind(NamedTuple):
-    """What this rank sends and receives of values that are cut alike. Places and lengths are in bytes.
-
-    Attributes:
-        start, stop, part_nbytes: the elements of the local tensor in which the sent runs lie, and their length.
-        sent: by run, the rank that receives it, its place in these elements, and its length.
-        received: by run, the rank that sends it, its place in the complete value, and its length.
-        nbytes: of the complete value, where this rank receives it; else 0.
-    """
-
-    start: int
-    stop: int
-    part_nbytes: int
-    sent: Numbers
-    received: Numbers
-    nbytes: int
+    routes: Sequence[Route]
+    firsts: Sequence[_First]
+    of_kind: Indices
+    recipients: Numbers
 
     @classmethod
-    def of(cls, route: Route, planned: RankPlan) -> _Kind:
-        """Return the kind of a value."""
-        rank, itemsize = planned.rank, route.value.dtype.itemsize
-        start, stop = route.source.local_range(rank)
-        senders, recipients, places, targets, numels = run_table(planned.copies)
-        sent = numpy.stack([recipients, (places - start) * itemsize, numels * itemsize])[:, senders == rank]
-        received = numpy.stack([senders, targets * itemsize, numels * itemsize])[:, recipients == rank]
-        return cls(start, stop, (stop - start) * itemsize, sent, received, planned.num_wanted * itemsize)
+    def of(cls, routes: Sequence[Route]) -> _Values:
+        """Number the kinds in the order in which they come, which is the same on all ranks."""
+        pairs: dict[tuple[int, int, torch.dtype], int] = {}  # the routes keep the ids unique
+        kinds: dict[tuple[int, torch.dtype, bool], int] = {}
+        firsts, of_pair, of_value = list[_First](), list[tuple[int, int]](), list[int]()
+        for route in routes:
+            value, source, target, _ = route
+            pair = pairs.setdefault((id(source), id(target), value.dtype), len(of_pair))
+            if pair == len(of_pair):
+                (recipient,) = target.ranks
+                by_recipient = source.num_shards == 1 and recipient in source.ranks
+                number = kinds.setdefault((id(source), value.dtype, by_recipient), len(firsts))
+                if number == len(firsts):
+                    firsts.append(_First(route, by_recipient))
+                of_pair.append((number, recipient))
+            of_value.append(pair)
+        columns = numpy.array(of_pair, numpy.int64)[of_value]
+        return cls(routes, firsts, columns[:, 0], columns[:, 1])
+
+    def batches(self, budget: Budget) -> Iterator[tuple[int, int]]:
+        """Yield the first value of each batch, and one past its last: as many as a rank can hold that needs all of them."""
+        sizes = [
+            _COPIES * route.value.nbytes + _RUN_NBYTES * route.source.num_shards * route.source.most_runs
+            for route, _ in self.firsts
+        ]
+        held = numpy.array(sizes, numpy.int64)[self.of_kind]
+        number = places_of(held) // max(budget.nbytes - max(sizes), 1)
+        return itertools.pairwise([*(numpy.diff(number, prepend=-1) != 0).nonzero()[0].tolist(), len(held)])
+
+    def between(self, begin: int, end: int) -> _Values:
+        """Return some of the values."""
+        chosen = slice(begin, end)
+        return _Values(self.routes[chosen], self.firsts, self.of_kind[chosen], self.recipients[chosen])
+
+
+class _Kinds(NamedTuple):
+    """The runs of values that are cut alike, seen from this rank, by kind. Places and lengths are in bytes.
+
+    Attributes:
+        bounds, part_nbytes: the elements [start, stop) of this rank's local tensor in which its runs lie, and their length.
+        by_recipient: whether who needs a value has all of it.
+        sent: of the runs that this rank sends: their places in these elements, and their lengths.
+        received: of all runs: the rank that sends each, its place in the complete value, and its length.
+        num_sent, num_received: the number of these runs. The columns of `sent` and `received` are one kind after the other.
+        nbytes: of the complete value.
+    """
+
+    bounds: Sequence[tuple[int, int]]
+    part_nbytes: Numbers
+    by_recipient: NDArray[numpy.bool_]
+    sent: Numbers
+    received: Numbers
+    num_sent: Numbers
+    num_received: Numbers
+    nbytes: Numbers
+
+    @classmethod
+    def of(cls, firsts: Sequence[_First], plans: RoutePlans) -> _Kinds:
+        """Compute the runs of each kind. Raises LayoutError where no rank holds some elements."""
+        rank = plans.group.rank
+        bounds: list[tuple[int, int]] = []
+        sent: list[Numbers] = []
+        received: list[Numbers] = []
+        planned = plans.of_all_elements([route for route, _ in firsts])
+        for (route, by_recipient), plan in zip(firsts, planned, strict=True):
+            itemsize = route.value.dtype.itemsize
+            senders, _, places, targets, numels = run_table(plan.copies)
+            if by_recipient:
+                senders = numpy.full_like(senders, _RECIPIENT)
+            bounds.append(route.source.local_range(rank))
+            first, _ = route.source.local_range(plan.rank) if by_recipient else bounds[-1]
+            here = (senders == rank) | (senders == _RECIPIENT)
+            sent.append(numpy.stack([places - first, numels])[:, here] * itemsize)
+            received.append(numpy.stack([senders, targets * itemsize, numels * itemsize]))
+        itemsizes = [route.value.dtype.itemsize for route, _ in firsts]
+        return cls(
+            bounds,
+            numpy.array([(stop - start) * size for (start, stop), size in zip(bounds, itemsizes, strict=True)]),
+            numpy.array([by_recipient for _, by_recipient in firsts]),
+            numpy.concatenate(sent, axis=1),
+            numpy.concatenate(received, axis=1),
+            numpy.array([columns.shape[1] for columns in sent]),
+            numpy.array([columns.shape[1] for columns in received]),
+            numpy.array([route.value.nbytes for route, _ in firsts]),
+        )
 
 
 class _Rows(NamedTuple):
@@ -171,18 +234,18 @@ class _Batch(NamedTuple):
     nbytes: Numbers
 
     @classmethod
-    def of(
-        cls, routes: Sequence[Route], kinds: Sequence[_Kind], of_kind: Indices, source: End, group: RankGroup
-    ) -> _Batch:
+    def of(cls, values: _Values, kinds: _Kinds, source: End, group: RankGroup) -> _Batch:
         """Copy the rows that this rank sends, and make memory for those that it receives."""
-        nbytes = numpy.array([kind.nbytes for kind in kinds], numpy.int64)[of_kind]
-        here = nbytes.nonzero()[0]
-        nbytes = nbytes[here]
-        (ranks, places, lengths), of = _rows_of([kind.received for kind in kinds], of_kind[here])
+        here = ((values.recipients == group.rank) & (kinds.nbytes[values.of_kind] > 0)).nonzero()[0]
+        of_kind = values.of_kind[here]
+        nbytes = kinds.nbytes[of_kind]
+        of, row = rows_of_kinds(kinds.num_received, of_kind)
+        senders, places, lengths = kinds.received[:, row]
+        senders[senders == _RECIPIENT] = group.rank
         memory = group.world.transport.empty((int(lengths.sum()),), torch.uint8, _CPU)
-        arriving = _Rows.of(ranks, places_of(nbytes)[of] + places, lengths, memory)
-        sent = _sent(routes, kinds, of_kind, source, group.rank)
-        return cls(sent, arriving, [routes[index] for index in here.tolist()], nbytes)
+        arriving = _Rows.of(senders, places_of(nbytes)[of] + places, lengths, memory)
+        sent = _sent(values, kinds, source, group.rank)
+        return cls(sent, arriving, [values.routes[index] for index in here.tolist()], nbytes)
 
     def items(self, group: RankGroup) -> list[Item]:
         """Return the messages, after the copy of what this rank sends to itself."""
@@ -206,29 +269,23 @@ class _Batch(NamedTuple):
         return CompleteValues(values, cuts, places_of(self.nbytes), self.nbytes, memory)
 
 
-def _sent(routes: Sequence[Route], kinds: Sequence[_Kind], of_kind: Indices, source: End, rank: int) -> _Rows:
+def _sent(values: _Values, kinds: _Kinds, source: End, rank: int) -> _Rows:
     """Copy the rows that this rank sends from live memory."""
-    here = numpy.array([kind.sent.shape[1] for kind in kinds])[of_kind].nonzero()[0]
-    of_kind, values = of_kind[here], [routes[index].value for index in here.tolist()]
-    bounds = [(kind.start, kind.stop) for kind in kinds]
+    sends = (kinds.num_sent > 0)[values.of_kind]
+    here = (sends & (~kinds.by_recipient[values.of_kind] | (values.recipients == rank))).nonzero()[0]
+    of_kind, chosen = values.of_kind[here], [values.routes[index].value for index in here.tolist()]
     parts = list[torch.Tensor]()
-    for value, part in zip(
-        values, local_parts(values, [bounds[number] for number in of_kind.tolist()], source), strict=True
-    ):
+    held = local_parts(chosen, [kinds.bounds[number] for number in of_kind.tolist()], source)
+    for value, part in zip(chosen, held, strict=True):
         if part is None:
             raise StateError(
                 f"{value.fqn}: {value.name}: rank {rank} has no elements of this value, but must send some"
             )
         parts.append(part)
-    live, bases = side_by_side(parts, numpy.array([kind.part_nbytes for kind in kinds], numpy.int64)[of_kind])
-    (ranks, places, lengths), of = _rows_of([kind.sent for kind in kinds], of_kind)
-    rows = _Rows.of(ranks, bases[of] + places, lengths, empty((int(lengths.sum()),), torch.uint8, _CPU))
-    memory = numpy.frombuffer(live, numpy.uint8)
-    copy_rows(memory, rows.places, rows.memory.numpy(), places_of(rows.lengths), rows.lengths)
+    live, bases = side_by_side(parts, kinds.part_nbytes[of_kind])
+    of, row = rows_of_kinds(kinds.num_sent, of_kind)
+    places, lengths = kinds.sent[:, row]
+    memory = empty((int(lengths.sum()),), torch.uint8, _CPU)
+    rows = _Rows.of(values.recipients[here][of], bases[of] + places, lengths, memory)
+    copy_rows(numpy.frombuffer(live, numpy.uint8), rows.places, memory.numpy(), places_of(rows.lengths), rows.lengths)
     return rows
-
-
-def _rows_of(columns: Sequence[Numbers], of_kind: Indices) -> tuple[Numbers, Numbers]:
-    """Return the columns of the rows of all values, and the index of each row's value. `columns`: of the rows of each kind."""
-    of, row = rows_of_kinds(numpy.array([kind.shape[1] for kind in columns], numpy.int64), of_kind)
-    return numpy.concatenate(columns, axis=1)[:, row], of

@@ -21,9 +21,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp_optim
-from fsdp_optim import LoadOptions, SaveOptions
+from fsdp_optim import LoadOptions, SaveOptions, View
 from fsdp_optim.buckets.objects.multipart import MultipartFile
 from fsdp_optim.checkpoint.save import file_plan
+from fsdp_optim.move import short
 from fsdp_optim.storage.posix import FolderWriter
 from fsdp_optim.testing import run_on_ranks
 
@@ -163,6 +164,27 @@ def parts_of_an_upload(url: str) -> int:
     return most
 
 
+def copied_at_once(folder: str) -> int:
+    """The most bytes that a save copies at once for messages, of parts whose elements lie between those of other parts."""
+    model = fully_shard(nn.Linear(64, 2048, bias=False))
+    optim = torch.optim.Adam(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optim.step()
+    most, copy = 0, short.side_by_side
+
+    def counted(parts: Any, nbytes: Any) -> Any:
+        nonlocal most
+        most = max(most, int(nbytes.sum()))
+        return copy(parts, nbytes)
+
+    views = [View("weight", "r e", {"{e}.weight": "r"})]
+    with mock.patch.object(short, "side_by_side", counted):
+        fsdp_optim.save(folder, model, optim, options=SaveOptions(strategy="per_rank_files", views=views))
+    fsdp_optim.verify(folder)
+    return most
+
+
 class ScatteredTest(unittest.TestCase):
     def contents(self, folder: str) -> dict[str, bytes]:
         return {name: (Path(folder) / name).read_bytes() for name in FILES}
@@ -212,6 +234,12 @@ class ScatteredTest(unittest.TestCase):
             most = max(run_on_ranks(parts_of_an_upload, 2, f"file://{top}/checkpoint"))
         self.assertGreater(most, 0)
         self.assertLess(most, 6)  # of some fifty
+
+    def test_parts_of_fused_parameters_are_not_copied_with_what_lies_between(self) -> None:
+        """Each part of a matrix is a column, and a copy of all that lies between its first and its last element the matrix."""
+        with tempfile.TemporaryDirectory() as top:
+            most = max(run_on_ranks(copied_at_once, 2, f"{top}/checkpoint"))
+        self.assertLess(most, 2 * 2048 * 64 * 4)
 
     @parameterized.expand([(rank, how) for rank in range(2) for how in ("save", "async_save")])
     def test_a_rank_that_fails_ends_the_save_of_all(self, rank: int, how: str) -> None:

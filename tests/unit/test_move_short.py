@@ -148,6 +148,12 @@ def values_of(world: int, seed: int, num: int = 120) -> list[StateValue]:
     return values
 
 
+@pytest.fixture
+def any_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values travel together in a budget of any size, in many batches."""
+    monkeypatch.setattr(short_module, "_LEAST_BUDGET", 0)
+
+
 def moved(values: Sequence[StateValue], source: Live, target: Files, nbytes: int) -> None:
     world, failure = world_here(), Failure()
     group = world.group("a move", range(world.size), timeout=60)
@@ -155,6 +161,7 @@ def moved(values: Sequence[StateValue], source: Live, target: Files, nbytes: int
     agree(group, "moved", failure.error)
 
 
+@pytest.mark.usefixtures("any_budget")
 @pytest.mark.parametrize("nbytes", [1, 3000, 16 << 10, 64 << 20])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
 def test_every_value_arrives_at_its_writer_alone(world: int, nbytes: int) -> None:
@@ -178,7 +185,8 @@ def test_every_value_arrives_at_its_writer_alone(world: int, nbytes: int) -> Non
 
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("where", ["source", "target"])
-@pytest.mark.parametrize("nbytes", [16 << 10, 64 << 20])
+@pytest.mark.usefixtures("any_budget")
+@pytest.mark.parametrize("nbytes", [3000, 16 << 10, 64 << 20])
 def test_a_rank_that_fails_ends_the_move_of_all(where: str, rank: int, nbytes: int) -> None:
     values = [
         StateValue(str(number), "exp_avg", torch.float32, MeshBoxes((8, 8), (3,), ((0, 0),), ((0, 1, 2),)))
@@ -211,6 +219,7 @@ def test_elements_that_no_rank_holds_are_refused_on_all_ranks() -> None:
     assert set(failed.value.errors) == {0, 1}
 
 
+@pytest.mark.usefixtures("any_budget")
 def test_memory_that_a_rank_lacks_is_named() -> None:
     placement = MeshBoxes((4,), (2,), ((0, 0),), ((0, 1),))
 
@@ -239,10 +248,10 @@ def test_only_the_ranks_that_send_are_asked_for_memory() -> None:
 
 
 def test_memory_stays_in_the_budget() -> None:
-    """A batch has an eighth of a half, so that its copies and its messages have room."""
+    """All copies of a batch, and its tables, have room in a half; the messages have the other."""
     placement = MeshBoxes((64, 64), (2,), ((0, 0),), ((0, 1),))
     values = [StateValue(str(number), "exp_avg", torch.float32, placement) for number in range(200)]
-    nbytes, most = 16 << 20, (8 << 20) // short_module._COPIES
+    nbytes, most = 8 << 20, (4 << 20) // short_module._COPIES
 
     def on_rank() -> Files:
         target = Files(2)
@@ -256,7 +265,7 @@ def test_memory_stays_in_the_budget() -> None:
 
 def test_large_values_do_not_travel_with_others() -> None:
     """What is larger than a short value goes by windows, as before."""
-    numel = short_module.MOST_NBYTES // 4
+    numel = short_module._MOST_NBYTES // 4
     values = [
         StateValue(str(n), "exp_avg", torch.float32, MeshBoxes((size,), (2,), ((0, 0),), ((0, 1),)))
         for n, size in enumerate((numel, numel + 1))
@@ -274,18 +283,46 @@ def test_large_values_do_not_travel_with_others() -> None:
     assert packed_nbytes == numel * 4
 
 
-def test_values_that_the_budget_has_no_room_for_go_by_windows() -> None:
+def test_values_go_by_windows_where_a_batch_would_have_few() -> None:
+    """With a small budget: the ranks would meet before each batch."""
     placement = MeshBoxes((64, 64), (2,), ((0, 0),), ((0, 1),))
     values = [StateValue(str(number), "exp_avg", torch.float32, placement) for number in range(4)]
 
     def on_rank() -> Files:
         target = Files(2)
-        moved(values, Live(), target, 64 << 10)
+        moved(values, Live(), target, short_module._LEAST_BUDGET - 1)
         return target
 
     ends = run_on_threads(on_rank, 2)
     assert not any(end.num_packed for end in ends)
     assert sum(len(data) for end in ends for data in end.written.values()) == 4 * values[0].nbytes
+
+
+@pytest.mark.parametrize(
+    ("placement", "travels"),
+    [
+        (MeshBoxes((16, 4), (2,), ((0, 1),), ((0, 1),)), True),
+        (MeshBoxes((17, 4), (2,), ((0, 1),), ((0, 1),)), False),  # many rows of two elements
+        (MeshBoxes((3, 4, 8), (2,), ((0, 2),), ((0, 1),)), True),
+        (MeshBoxes((3, 8, 8), (2,), ((0, 2),), ((0, 1),)), False),
+        (FlatChunks((40,), 0, 20, ((0, 1),)), True),
+        (Boxes((4,), tuple((rank, (Block(Box((2 * rank,), (2,)), 0),)) for rank in (0, 1))), False),  # may have gaps
+    ],
+)
+def test_values_of_many_runs_go_by_windows(placement: Placement, travels: bool) -> None:
+    """A table of runs would take longer, and more memory, than the elements."""
+    values = [StateValue(str(number), "exp_avg", torch.float32, placement) for number in range(6)]
+
+    def on_rank() -> Files:
+        target = Files(2)
+        moved(values, Live(), target, 64 << 20)
+        return target
+
+    ends = run_on_threads(on_rank, 2)
+    assert any(end.num_packed for end in ends) == travels
+    written = {fqn: data for end in ends for fqn, data in end.written.items()}
+    for value in values:
+        assert written[value.fqn] == bytes(elements(value).view(torch.uint8).numpy()), value.fqn
 
 
 def test_values_of_a_target_that_needs_their_order_go_by_windows() -> None:
@@ -309,10 +346,8 @@ def test_values_of_a_target_that_needs_their_order_go_by_windows() -> None:
 
 def test_each_dtype_of_a_shape_has_its_own_size() -> None:
     """Of values of one shape, for one rank, the wide ones are too large to travel with others."""
-    numel, placement = (
-        short_module.MOST_NBYTES // 4,
-        MeshBoxes((short_module.MOST_NBYTES // 4,), (2,), ((0, 0),), ((0, 1),)),
-    )
+    numel = short_module._MOST_NBYTES // 4
+    placement = MeshBoxes((numel,), (2,), ((0, 0),), ((0, 1),))
     for dtypes in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
         values = [StateValue(str(number), "exp_avg", dtype, placement) for number, dtype in enumerate(dtypes)]
 

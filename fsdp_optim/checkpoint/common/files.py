@@ -82,10 +82,10 @@ def is_scattered(placement: Placement, itemsize: int) -> bool:
 
     Elsewhere a write, and the checksum of what is written, would take longer than the bytes.
     """
-    nbytes = placement.numel * itemsize
-    if not isinstance(placement, OnMesh) or placement.num_shards < 2 or not nbytes:
+    if not isinstance(placement, OnMesh) or placement.num_shards < 2:
         return False
-    return nbytes < placement.num_shards * _SHORT_RUN_NBYTES or has_short_rows(placement, itemsize)
+    nbytes = placement.numel * itemsize
+    return 0 < nbytes < placement.num_shards * _SHORT_RUN_NBYTES
 
 
 def in_rows(placement: Placement, itemsize: int, short_nbytes: int = _SHORT_NBYTES) -> Placement:

@@ -24,7 +24,17 @@ from fsdp_optim.checkpoint.save.part_ranges import (
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import Half, Writer
 from fsdp_optim.layout import Placement
-from fsdp_optim.move import CompleteValues, End, Key, Parts, Slice, StateValue, Taken
+from fsdp_optim.move import (
+    CompleteValues,
+    End,
+    Key,
+    Parts,
+    Slice,
+    StateValue,
+    Taken,
+    has_room_for_short,
+    is_short,
+)
 from fsdp_optim.storage.base import Capabilities, Staging, StoreWriter
 from fsdp_optim.tensors.memory import Budget, in_batches
 
@@ -54,6 +64,7 @@ class FilePlan:
         parted: the files that are uploaded in parts, each part by one rank.
         ranks: those that save.
         in_any_order: whether the store writes any range. Else it holds each part of a file until all its bytes have come.
+        gathers: whether one rank may write values of which all have little: where there is room for messages of many values.
     """
 
     files: tuple[File, ...]
@@ -61,6 +72,7 @@ class FilePlan:
     parted: tuple[PartedFile, ...] = ()
     ranks: Sequence[int] = (0,)
     in_any_order: bool = True
+    gathers: bool = False
     _written: dict[tuple[int, torch.dtype, int | None], tuple[Placement, Placement]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -106,7 +118,10 @@ class FilePlan:
                 assigned[owner] += file.plan.nbytes
             elif strategy == IN_PARTS:
                 parted.append(PartedFile.of(file, capabilities.part_nbytes_of(file.plan.nbytes), loads))
-        return cls(tuple(files), owners, tuple(parted), tuple(ranks), in_any_order=not capabilities.part_nbytes)
+        any_order = not capabilities.part_nbytes
+        room = Budget(options.call.bucket_nbytes).share(2, "elements that are not cast at the same time")
+        gathers = any_order and has_room_for_short(room)
+        return cls(tuple(files), owners, tuple(parted), tuple(ranks), in_any_order=any_order, gathers=gathers)
 
     @property
     def is_alone(self) -> bool:
@@ -130,8 +145,9 @@ class FilePlan:
         return self.starts.get(id(value)) or self._starts_by_key[value.key]
 
     def forget_starts(self) -> None:
-        """Free the table of `starts`, which is as large as the names of all values. It is made again where it is needed."""
+        """Free the tables of `starts`, which are as large as the names of all values. They are made again if needed."""
         self.__dict__.pop("starts", None)
+        self.__dict__.pop("_starts_by_key", None)
 
     @cached_property
     def _starts_by_key(self) -> Mapping[Key, tuple[str, int]]:
@@ -202,14 +218,14 @@ class FilePlan:
 
         These are scattered values, and the replicated ones between them.
         """
-        if self.is_alone or self.parted:
+        if self.is_alone or not self.gathers:
             return {}
         values = [value for file in self.files for value in file.values]
         keys = [(id(value.placement), value.cast_from or value.dtype) for value in values]
         small = {
             key: value.placement
             for key, value in dict(zip(keys, values, strict=True)).items()
-            if value.placement.numel * key[1].itemsize <= WRITTEN_TOGETHER
+            if is_short(value.placement, key[1].itemsize)
         }
         scattered = {key for key, placement in small.items() if is_scattered(placement, key[1].itemsize)}
         num = sum(number for key, number in Counter(keys).items() if key in scattered)
