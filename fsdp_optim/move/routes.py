@@ -47,11 +47,13 @@ class RoutePlans:
 
         It says for each element which rank may send it to any other rank, and is the same on all ranks.
         """
-        requests = ((route, Whole(route.source.shape, route.source.ranks[:1])) for route in routes)
-        return self.group.world.plans.each(
-            self._checked(Route(route.value, route.source, lowest), lowest.ranks[0], 0, sends=False)
-            for route, lowest in requests
-        )
+        return self.group.world.plans.each(map(self._request_of_all, routes))
+
+    def _request_of_all(self, route: Route) -> Request:
+        _check_complete(route)
+        source = route.source
+        lowest = source.ranks[:1]
+        return Request(source, Whole(source.shape, lowest), lowest[0], sends=False)
 
     def _request(self, route: Route) -> Request:
         value, source, target, _ = route
@@ -59,18 +61,19 @@ class RoutePlans:
         same = self._same.get((id(source), id(target)))
         if same is not None:
             return same
+        _check_complete(route)
         sends = len(self.group.ranks) > 1  # a rank that makes the call alone sends nothing
-        request = self._checked(route, self.group.rank, value.replica_among(source), sends=sends)
+        request = Request(source, target, self.group.rank, value.replica_among(source), sends)
         if source.num_replicas == 1:  # else the sender depends on the value's name
             self._same[id(source), id(target)] = request  # its references keep the ids unique
         return request
 
-    def _checked(self, route: Route, rank: int, replica: int, *, sends: bool) -> Request:
-        value, source, target, _ = route
-        gap = source.gap()
-        if gap is not None:
-            raise LayoutError(
-                f"{value.fqn}: elements [{gap[0]}, {gap[1]}) of {value.name} are held by no rank "
-                f"(the source has {counted_noun(len(source.ranks), 'rank')})"
-            )
-        return Request(source, target, rank, replica, sends)
+
+def _check_complete(route: Route) -> None:
+    """Raise LayoutError where no rank holds some elements of a source."""
+    gap = route.source.gap()
+    if gap is not None:
+        raise LayoutError(
+            f"{route.value.fqn}: elements [{gap[0]}, {gap[1]}) of {route.value.name} are held by no rank "
+            f"(the source has {counted_noun(len(route.source.ranks), 'rank')})"
+        )

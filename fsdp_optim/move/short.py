@@ -52,7 +52,7 @@ def has_room_for_short(budget: Budget) -> bool:
 
 def is_short(source: Placement, itemsize: int) -> bool:
     """Return whether a value can travel with others: it is small, and each shard is few runs, side by side in memory."""
-    return source.numel * itemsize <= _MOST_NBYTES and 0 < source.most_runs <= _MOST_RUNS
+    return 0 < source.numel * itemsize <= _MOST_NBYTES and 0 < source.most_runs <= _MOST_RUNS
 
 
 def split_short(routes: Sequence[Route], budget: Budget) -> tuple[list[Route], list[Route]]:
