@@ -189,14 +189,16 @@ class _Kinds(NamedTuple):
             received.append(numpy.stack([senders, targets * itemsize, numels * itemsize]))
         itemsizes = [route.value.dtype.itemsize for route, _ in firsts]
         return cls(
-            bounds,
-            numpy.array([(stop - start) * size for (start, stop), size in zip(bounds, itemsizes, strict=True)]),
-            numpy.array([by_recipient for _, by_recipient in firsts]),
-            numpy.concatenate(sent, axis=1),
-            numpy.concatenate(received, axis=1),
-            numpy.array([columns.shape[1] for columns in sent]),
-            numpy.array([columns.shape[1] for columns in received]),
-            numpy.array([route.value.nbytes for route, _ in firsts]),
+            bounds=bounds,
+            part_nbytes=numpy.array(
+                [(stop - start) * size for (start, stop), size in zip(bounds, itemsizes, strict=True)]
+            ),
+            by_recipient=numpy.array([by_recipient for _, by_recipient in firsts]),
+            sent=numpy.concatenate(sent, axis=1),
+            received=numpy.concatenate(received, axis=1),
+            num_sent=numpy.array([columns.shape[1] for columns in sent]),
+            num_received=numpy.array([columns.shape[1] for columns in received]),
+            nbytes=numpy.array([route.value.nbytes for route, _ in firsts]),
         )
 
 
