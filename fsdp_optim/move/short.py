@@ -238,7 +238,7 @@ class _Batch(NamedTuple):
     @classmethod
     def of(cls, values: _Values, kinds: _Kinds, source: End, group: RankGroup) -> _Batch:
         """Copy the rows that this rank sends, and make memory for those that it receives."""
-        here = ((values.recipients == group.rank) & (kinds.nbytes[values.of_kind] > 0)).nonzero()[0]
+        here = (values.recipients == group.rank).nonzero()[0]
         of_kind = values.of_kind[here]
         nbytes = kinds.nbytes[of_kind]
         of, row = rows_of_kinds(kinds.num_received, of_kind)
