@@ -436,7 +436,7 @@ def divisions_by_hand(tree: ast.AST) -> list[str]:
 RUN_PLANS = {
     "exchange": {"move.executor", "move.short", "transport.parcels"},  # and pickled values, which have no placement
     "copy_in_memory": {"state.live.local_dict"},  # a whole value that this rank cuts for itself
-    "RankPlan": {"move.executor", "move.routes", "move.short", "transport.messages"},
+    "RankPlan": {"move.executor", "move.routes", "transport.messages"},
 }
 
 
