@@ -108,7 +108,10 @@ class Placement(ABC):
 
     @property
     def most_runs(self) -> int:
-        """The most runs of the complete parameter of which a shard consists, side by side in memory; 0 if that is not known."""
+        """The largest number of runs in any shard. A run is contiguous in the parameter, and runs are adjacent in memory.
+
+        0: unknown.
+        """
         return 1 if self.in_runs else 0
 
     @property

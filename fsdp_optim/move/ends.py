@@ -90,7 +90,7 @@ class Parts(NamedTuple):
 
 
 class CompleteValues(NamedTuple):
-    """Values of which this rank has all elements, row-major and one after the other in host memory of their own.
+    """Complete values on one rank: the elements of each are row-major, and the values are adjacent, in new host memory.
 
     Attributes:
         cuts: by value, the cut in which they reach this rank: all elements on this rank.

@@ -56,7 +56,7 @@ def is_short(source: Placement, itemsize: int) -> bool:
 
 
 def split_short(routes: Sequence[Route], budget: Budget) -> tuple[list[Route], list[Route]]:
-    """Return the short values of which one rank needs all elements, which travel together, and the other values."""
+    """Split values into the short ones that one rank needs completely, which are sent together, and the others."""
     if not has_room_for_short(budget):
         return [], [*routes]
     known: dict[tuple[int, int, torch.dtype], bool] = {}  # the routes keep the ids unique
@@ -182,10 +182,10 @@ class _Kinds(NamedTuple):
             senders, _, places, targets, numels = run_table(plan.copies)
             if by_recipient:
                 senders = numpy.full_like(senders, _RECIPIENT)
-            bounds.append(route.source.local_range(rank))
-            first, _ = route.source.local_range(plan.rank) if by_recipient else bounds[-1]
-            here = (senders == rank) | (senders == _RECIPIENT)
-            sent.append(numpy.stack([places - first, numels])[:, here] * itemsize)
+            start, stop = route.source.local_range(rank)
+            bounds.append((start, stop))
+            here = (senders == rank) | (senders == _RECIPIENT)  # a complete value lies at one place on all its ranks
+            sent.append(numpy.stack([places - start, numels])[:, here] * itemsize)
             received.append(numpy.stack([senders, targets * itemsize, numels * itemsize]))
         itemsizes = [route.value.dtype.itemsize for route, _ in firsts]
         return cls(

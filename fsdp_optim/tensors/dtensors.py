@@ -101,12 +101,7 @@ def is_usual_dtensor(value: object) -> bool:
     if not is_dtensor(value):
         return False
     local = value._local_tensor
-    if not is_usual(local) or local.dtype is not value.dtype:
-        return False
-    for placement in value._spec.placements:  # noqa: SIM110  # any() would make a generator for every value
-        if placement.is_partial():
-            return False
-    return True
+    return is_usual(local) and local.dtype is value.dtype and not is_partial(value)
 
 
 def is_partial(value: DTensor) -> bool:

@@ -1,4 +1,4 @@
-"""Many small values of which each rank has little: one rank writes each, so files are written in long runs."""
+"""Many small sharded values: each is sent to one rank, which writes it, so that files are written in long runs."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def save_where_one_fails(folder: str, fails: int, how: str) -> tuple[str, str]:
 
 
 class Mixed(nn.Module):
-    """A large parameter between small ones, of which many lie in each part of an object."""
+    """Small parameters around a large one. An uploaded part of a file contains many of the small ones."""
 
     def __init__(self) -> None:
         super().__init__()

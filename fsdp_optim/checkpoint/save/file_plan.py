@@ -214,9 +214,9 @@ class FilePlan:
 
     @cached_property
     def _gathered(self) -> Mapping[tuple[int, torch.dtype], Sequence[int]]:
-        """By the id of a placement and a dtype: the ranks of which one writes each such value, if that is worth the messages.
+        """The ranks that take turns at writing small values, by (id of the placement, dtype). Empty if direct writes cost less.
 
-        These are scattered values, and the replicated ones between them.
+        Each value is sent to one of these ranks. They are scattered values, and the replicated values between them.
         """
         if self.is_alone or not self.gathers:
             return {}

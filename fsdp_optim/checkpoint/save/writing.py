@@ -105,7 +105,7 @@ class RankWriter:
         return extents
 
     def _of_complete(self, complete: CompleteValues) -> dict[str, list[LocalExtent]]:
-        """Return the extents of complete values, of which this rank writes all bytes."""
+        """Return the extents of values that this rank alone writes, by file."""
         by_file: dict[str, tuple[list[int], list[int]]] = {}
         starts_of = self._plan.starts
         for number, value in enumerate(complete.values):
