@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from fsdp_optim.layout.placement import Placement
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -20,3 +23,13 @@ def once_each(ask: Callable[[T], R]) -> Callable[[T], R]:
         return answer[1]
 
     return asked
+
+
+def first_equal() -> Callable[[Placement], Placement]:
+    """Return a function that returns the first of the placements it has been given that equals its argument."""
+    firsts: dict[Placement, Placement] = {}
+
+    def first_of(placement: Placement) -> Placement:
+        return firsts.setdefault(placement, placement)
+
+    return once_each(first_of)

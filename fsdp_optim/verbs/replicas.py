@@ -19,9 +19,9 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement
 from fsdp_optim.layout.once import once_each
 from fsdp_optim.options import OnReplicaMismatch
-from fsdp_optim.state.live.local import Optimizers
+from fsdp_optim.state.live.local import LocalParam, Optimizers
 from fsdp_optim.state.merged.global_state import GlobalState, Param
-from fsdp_optim.state.merged.prints import print_of_state
+from fsdp_optim.state.merged.prints import prints_of_states
 from fsdp_optim.state.merged.replicas import STATE, not_replicas, print_of_value
 from fsdp_optim.state.values.classes import innermost
 from fsdp_optim.state.values.summary import Summary
@@ -50,16 +50,28 @@ class _Shared(Struct, frozen=True):
         shard = self.placement.shard_of(rank)
         return min(self.placement.holders(shard)) if shard is not None else None
 
-    def digest(self, local: Local, rank: int) -> bytes:
-        """Return the digest of the elements that this rank holds."""
+    def held_by(self, local: Local, rank: int) -> LocalParam | None:
+        """Return the live parameter on this rank; None if this rank holds none of its elements, or not the value."""
         param = local.by_fqn.get(self.fqns[0])
         if param is None or self.placement.shard_of(rank) is None:
-            return _NONE
-        if self.value is None:
-            return bytes.fromhex(print_of_state(param, rank))
-        if param.state is None or self.value not in param.state:
-            return _NONE
-        return bytes.fromhex(print_of_value(param, self.value, rank))
+            return None
+        if self.value is not None and (param.state is None or self.value not in param.state):
+            return None
+        return param
+
+
+def _digests(shared: Sequence[_Shared], local: Local, rank: int) -> list[bytes]:
+    """Return the digest of the elements that this rank holds of each."""
+    held = [entry.held_by(local, rank) for entry in shared]
+    states = [param for entry, param in zip(shared, held, strict=True) if param is not None and entry.value is None]
+    prints = prints_of_states(states, rank)  # together: their bytes are digested from memory that many share
+    digests = list[bytes]()
+    for entry, param in zip(shared, held, strict=True):
+        if param is None:
+            digests.append(_NONE)
+        else:
+            digests.append(bytes.fromhex(next(prints) if entry.value is None else print_of_value(param, entry.value, rank)))
+    return digests
 
 
 def compare_shards(
@@ -105,7 +117,7 @@ def _compared(
     leaders = [entry.leader(group.rank) for entry in shared]
     digests, failure = list[bytes](), Failure()
     with failure:
-        digests = [entry.digest(local, group.rank) for entry in shared]
+        digests = _digests(shared, local, group.rank)
     result = all_gather_bytes(group, "shards", b"".join(digests) if group.rank in leaders else b"", error=failure.error)
     # A rank sees only the differences of its own shards, so the ranks exchange them before any rank raises.
     differing = _differing(result, digests, leaders, group.rank)

@@ -280,7 +280,7 @@ def fail_in_turn(folder: str) -> list[tuple[str, str]]:
         for rank in range(RANKS):
             broken = mock.Mock(side_effect=fsdp_optim.StateError(f"broken on {rank}"))
             with mock.patch.object(
-                replicas, "print_of_state", broken if dist.get_rank() == rank else replicas.print_of_state
+                replicas, "prints_of_states", broken if dist.get_rank() == rank else replicas.prints_of_states
             ):
                 told.append(error_text(lambda: fsdp_optim.save(Path(folder, "no"), target.model, target.optim)))
         fsdp_optim.save(Path(folder, "yes"), target.model, target.optim)

@@ -11,7 +11,7 @@ from torch import nn
 from fsdp_optim.layout import Whole
 from fsdp_optim.state.live import LocalParam
 from fsdp_optim.state.merged import prints
-from fsdp_optim.state.merged.prints import print_of_state, prints_of_states
+from fsdp_optim.state.merged.prints import prints_of_states
 from fsdp_optim.view import Handle, NamedHandle, Original
 
 SHAPE = (4, 6)
@@ -24,6 +24,11 @@ def param_of(state: dict[Any, Any] | None, shape: tuple[int, ...] = SHAPE) -> Lo
         param=module.weight, originals=(Original(module, "weight", Whole(shape, (0, 1))),), local_shape=shape
     )
     return LocalParam(0, 0, NamedHandle(handle, ("a",)), state)
+
+
+def print_of_state(param: LocalParam) -> str:
+    """The fingerprint that a parameter has alone."""
+    return next(prints_of_states([param], 0))
 
 
 def moments(seed: int = 0) -> dict[Any, Any]:
@@ -48,10 +53,10 @@ def in_other_memory(value: torch.Tensor) -> list[torch.Tensor]:
 
 def test_the_memory_and_the_order_of_values_make_no_difference():
     state = moments()
-    wanted = print_of_state(param_of(state), 0)
-    assert print_of_state(param_of(dict(reversed(state.items()))), 0) == wanted
+    wanted = print_of_state(param_of(state))
+    assert print_of_state(param_of(dict(reversed(state.items())))) == wanted
     for value in in_other_memory(state["exp_avg"]):
-        assert print_of_state(param_of({**state, "exp_avg": value}), 0) == wanted
+        assert print_of_state(param_of({**state, "exp_avg": value})) == wanted
 
 
 def flipped(value: torch.Tensor, at: int) -> torch.Tensor:
@@ -66,7 +71,7 @@ def test_each_bit_makes_a_difference(name):
     state = moments()
     last = state[name].nbytes - 1
     others = [{**state, name: flipped(state[name], at)} for at in sorted({0, last // 2, last})]
-    assert len({print_of_state(param_of(each), 0) for each in (state, *others)}) == len(others) + 1
+    assert len({print_of_state(param_of(each)) for each in (state, *others)}) == len(others) + 1
 
 
 def test_what_bytes_do_not_show_makes_a_difference():
@@ -88,7 +93,7 @@ def test_what_bytes_do_not_show_makes_a_difference():
         {1: zeros},
         {},
     ]
-    assert len({print_of_state(param_of(state), 0) for state in states}) == len(states)
+    assert len({print_of_state(param_of(state)) for state in states}) == len(states)
 
 
 @pytest.mark.parametrize(("together", "nbytes"), [(1, 1 << 20), (5, 1 << 20), (1000, 100), (1000, 1 << 20)])
@@ -106,7 +111,7 @@ def test_many_parameters_have_the_prints_that_each_has_alone(monkeypatch, togeth
         *map(moments, range(5)),
     ]
     params = [param_of(state) for state in states]
-    alone = [print_of_state(param, 0) for param in params]
+    alone = [print_of_state(param) for param in params]
     assert list(prints_of_states(params, 0)) == alone
     assert alone[:5] == alone[-5:]
     assert len(set(alone)) == len(states) - 5 - 1  # None is no state, as {} is

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -26,6 +26,11 @@ class Param(Struct, frozen=True, gc=False):
     group_index: int
     summary: Summary | None
     variants: tuple[tuple[Placement, Summary | None], ...] = ()
+
+    def placed(self, where: Callable[[Placement], Placement]) -> Param:
+        """Return the parameter with other objects for its placements."""
+        variants = tuple([(where(placement), summary) for placement, summary in self.variants])
+        return structs.replace(self, placement=where(self.placement), variants=variants)
 
     def as_seen_by(self, rank: int) -> Param | None:
         """Return the parameter for one recipient; None for an uncollected parameter that the recipient does not hold."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp_optim.errors import RankError, StateError, counted_noun, only_differing
 from fsdp_optim.layout import RankSet, Whole
+from fsdp_optim.layout.once import first_equal
 from fsdp_optim.layout.views import live_placement
 from fsdp_optim.state.dicts.order import merge_lists
 from fsdp_optim.state.merged.global_state import GlobalState
@@ -60,10 +61,12 @@ def merge_reports(reports: ReportsByRanks, *, take_lowest_rank: bool = False) ->
     )
     lowest = frozenset(mismatched)
     first_ranks = RankSet(reports[0][1])
+    alike = first_equal()  # a merge makes a placement for each parameter
     params = {
         fqn: sure.get(fqn)
-        or of_single_report(by_fqn[fqn], first_ranks)
-        or merge_param(by_fqn[fqn], take_lowest_rank=fqn in lowest)
+        or (
+            of_single_report(by_fqn[fqn], first_ranks) or merge_param(by_fqn[fqn], take_lowest_rank=fqn in lowest)
+        ).placed(alike)
         for fqn in order
         if fqn in known
     }

@@ -68,17 +68,13 @@ class ReplicaPrints:
         return known
 
 
-def print_of_state(param: LocalParam, rank: int) -> str:
-    """Return a fingerprint of this rank's state of one live parameter, without padding.
+def prints_of_states(params: Iterable[LocalParam], rank: int) -> Iterator[str]:
+    """Yield a fingerprint of this rank's state of each live parameter, without padding.
 
     Values that are cut among the ranks with the same shard of the parameter are left out, because they are not replicas. The
-    order in which an optimizer made its values makes no difference.
+    order in which an optimizer made its values makes no difference. The bytes of small values are digested from memory that many
+    parameters share.
     """
-    return next(prints_of_states([param], rank))
-
-
-def prints_of_states(params: Iterable[LocalParam], rank: int) -> Iterator[str]:
-    """Yield the same of each of some parameters. The bytes of small values are digested from memory that many share."""
     batch = _Batch()
     for param in params:
         batch.add(param, rank)
