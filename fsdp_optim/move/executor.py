@@ -18,7 +18,9 @@ from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Placement
 from fsdp_optim.move.ends import End, Parts, Slice, StateValue, local_parts
 from fsdp_optim.move.routes import Route, RoutePlans
-from fsdp_optim.move.short import move_short, split_short
+from fsdp_optim.move.short import split_short
+from fsdp_optim.move.short_gather import gather_short
+from fsdp_optim.move.short_scatter import scatter_short
 from fsdp_optim.plan import Copy, LocalRanges, RankPlan, Window, clip_to_source, clip_to_target, has_from, windows
 from fsdp_optim.tensors.allocation import Pages, empty
 from fsdp_optim.tensors.memory import Budget, flat_slice, flatten, in_batches
@@ -49,12 +51,15 @@ def move(
     others: list[Route] = []
     for first in range(0, len(values), _MOST_ROUTES):
         direct, cuts, sent = _routes(values[first : first + _MOST_ROUTES], source, target)
-        short, long = split_short(sent, budget) if target.in_any_order else ([], sent)
+        short, long = split_short(sent, budget) if source.is_stored or target.in_any_order else ([], sent)
         others += long
         if failure.error is None:  # nothing is read or written after an error
             with failure:
                 _move_direct(direct, cuts, source, target, group.rank, budget)
-        move_short(short, source, target, plans, budget, failure)
+        if source.is_stored:
+            scatter_short(short, source, target, plans, budget, failure)
+        else:
+            gather_short(short, source, target, plans, budget, failure)
     staging = budget.share(2, "elements in another cut than they are stored in, and the messages that carry them")
     sized = [(route, route.staged.most_numel) for route in others]
     pages = Pages(is_kept=target.is_stored and target.keeps_memory)

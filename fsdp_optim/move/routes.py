@@ -26,6 +26,11 @@ class Route(NamedTuple):
         """The cut of the elements that are staged in temporary memory."""
         return self.source if self.is_staged_at_source else self.target
 
+    @property
+    def live(self) -> Placement:
+        """The cut of the elements in live memory, at the other end."""
+        return self.target if self.is_staged_at_source else self.source
+
 
 class RoutePlans:
     """The plans of one call. Values with the same cut, such as values of equal layers, share one plan."""
@@ -49,6 +54,13 @@ class RoutePlans:
         """
         return self.group.world.plans.each(map(self._request_of_all, routes))
 
+    def from_one_rank(self, routes: Iterable[Route]) -> Iterator[RankPlan]:
+        """Yield, for each route, the plan by which a rank with all elements sends each shard of the target to its lowest rank.
+
+        It says where the elements of each shard are in the complete value and on all ranks that hold the shard.
+        """
+        return self.group.world.plans.each(map(_request_from_one, routes))
+
     def _request_of_all(self, route: Route) -> Request:
         _check_complete(route)
         source = route.source
@@ -67,6 +79,12 @@ class RoutePlans:
         if source.num_replicas == 1:  # else the sender depends on the value's name
             self._same[id(source), id(target)] = request  # its references keep the ids unique
         return request
+
+
+def _request_from_one(route: Route) -> Request:
+    lowest = route.target.on_lowest_ranks()
+    first = lowest.ranks[0]
+    return Request(Whole(lowest.shape, (first,)), lowest, first)
 
 
 def _check_complete(route: Route) -> None:

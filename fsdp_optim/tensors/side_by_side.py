@@ -10,11 +10,14 @@ import torch
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.tensors.allocation import empty
+from fsdp_optim.tensors.memory import copy_all
+from fsdp_optim.tensors.rows import copy_bytes, places_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Numbers = NDArray[numpy.int64]
+    Indices = NDArray[numpy.intp]
 
 _CPU = torch.device("cpu")
 
@@ -62,3 +65,57 @@ def side_by_side(parts: Sequence[torch.Tensor], nbytes: Numbers) -> tuple[memory
             at = stop
     memory: memoryview = buffer.numpy().data
     return memory, bases
+
+
+def empty_side_by_side(
+    numels: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> tuple[torch.Tensor, list[torch.Tensor], Numbers]:
+    """Return uninitialised host memory (1-D, uint8), a 1-D view of it for each number of elements, and where each begins."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for number, dtype in enumerate(dtypes):
+        by_dtype.setdefault(dtype, []).append(number)
+    itemsizes = numpy.array([dtype.itemsize for dtype in dtypes], numpy.int64)
+    memory = empty((int((numpy.array(numels, numpy.int64) * itemsizes).sum()),), torch.uint8, _CPU)
+    flats, bases, at = [memory] * len(numels), numpy.zeros(len(numels), numpy.int64), 0
+    for dtype in sorted(by_dtype, key=lambda dtype: -dtype.itemsize):  # so that each begins at a multiple of its size
+        numbers = by_dtype[dtype]
+        sizes = [numels[number] for number in numbers]
+        nbytes = numpy.array(sizes, numpy.int64) * dtype.itemsize
+        stop = at + int(nbytes.sum())
+        bases[numbers] = at + places_of(nbytes)
+        views = memory[at:stop].view(dtype).split_with_sizes(sizes)
+        for number, view in zip(numbers, views, strict=True):
+            flats[number] = view
+        at = stop
+    return memory, flats, bases
+
+
+def put_rows(
+    rows: torch.Tensor,
+    places: Numbers,
+    parts: Sequence[torch.Tensor | None],
+    of: Indices,
+    part_places: Numbers,
+    nbytes: Numbers,
+) -> None:
+    """Copy rows of bytes from host memory (1-D, uint8) to contiguous tensors. Rows of a part that is None are dropped.
+
+    `places`: where each row begins in `rows`. `of`: the index of its part. `part_places`: the byte of the part where it belongs.
+    """
+    on_host = numpy.array([part is not None and part.is_cpu for part in parts], bool)[of]
+    addresses = numpy.array([part.data_ptr() if part is not None and part.is_cpu else 0 for part in parts], numpy.int64)
+    copy_bytes(rows.data_ptr() + places[on_host], (addresses[of] + part_places)[on_host], nbytes[on_host])
+    others = (~on_host).nonzero()[0]
+    on_device: dict[torch.device, torch.Tensor] = {}  # one copy of all rows, and then copies on the device
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for index, begin, place, length in zip(
+        of[others].tolist(), places[others].tolist(), part_places[others].tolist(), nbytes[others].tolist(), strict=True
+    ):
+        part = parts[index]
+        if part is None:
+            continue
+        if part.device not in on_device:
+            on_device[part.device] = rows.to(part.device)
+        flat = part.view(-1).view(torch.uint8)
+        pairs.append((flat[place : place + length], on_device[part.device][begin : begin + length]))
+    copy_all(pairs)

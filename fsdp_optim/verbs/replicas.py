@@ -70,7 +70,9 @@ def _digests(shared: Sequence[_Shared], local: Local, rank: int) -> list[bytes]:
         if param is None:
             digests.append(_NONE)
         else:
-            digests.append(bytes.fromhex(next(prints) if entry.value is None else print_of_value(param, entry.value, rank)))
+            digests.append(
+                bytes.fromhex(next(prints) if entry.value is None else print_of_value(param, entry.value, rank))
+            )
     return digests
 
 

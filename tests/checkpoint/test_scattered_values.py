@@ -25,7 +25,7 @@ from fsdp_optim import LoadOptions, SaveOptions, View
 from fsdp_optim.buckets.objects.multipart import MultipartFile
 from fsdp_optim.checkpoint.load import reading
 from fsdp_optim.checkpoint.save import file_plan
-from fsdp_optim.move import short
+from fsdp_optim.move import short_gather
 from fsdp_optim.storage.posix import FolderWriter
 from fsdp_optim.testing import run_on_ranks
 
@@ -132,7 +132,7 @@ def save_where_one_fails(folder: str, fails: int, how: str) -> tuple[str, str]:
     model, optim = trained(sharded)
     options = SaveOptions(timeout=60)
     if dist.get_rank() == fails:
-        with mock.patch("fsdp_optim.move.short.side_by_side", side_effect=OSError("the memory is gone")):
+        with mock.patch("fsdp_optim.move.short_gather.side_by_side", side_effect=OSError("the memory is gone")):
             return error_text(lambda: getattr(fsdp_optim, how)(folder, model, optim, options=options))
     return error_text(lambda: getattr(fsdp_optim, how)(folder, model, optim, options=options))
 
@@ -173,7 +173,7 @@ def copied_at_once(folder: str) -> int:
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optim.step()
-    most, copy = 0, short.side_by_side
+    most, copy = 0, short_gather.side_by_side
 
     def counted(parts: Any, nbytes: Any) -> Any:
         nonlocal most
@@ -181,7 +181,7 @@ def copied_at_once(folder: str) -> int:
         return copy(parts, nbytes)
 
     views = [View("weight", "r e", {"{e}.weight": "r"})]
-    with mock.patch.object(short, "side_by_side", counted):
+    with mock.patch.object(short_gather, "side_by_side", counted):
         fsdp_optim.save(folder, model, optim, options=SaveOptions(strategy="per_rank_files", views=views))
     fsdp_optim.verify(folder)
     return most

@@ -86,6 +86,40 @@ def stored_value(value: StateValue) -> StoredValue:
     return value
 
 
+class _Reads(NamedTuple):
+    """How the ranks read values of one dtype that they need in the cut `other`.
+
+    `cut`: the cut in which they read each; None if it depends on the place of the value in the file, where `num_readers` ranks
+    read it. `together`: the bytes of a file in which one rank is the first reader of all values.
+    """
+
+    other: Placement
+    cut: Placement | None
+    num_readers: int
+    together: int
+
+    @classmethod
+    def of(cls, value: StateValue, stored: StoredTensor, other: Placement) -> _Reads:
+        itemsize, num_ranks, request_nbytes = value.dtype.itemsize, len(other.ranks), stored.request_nbytes
+        together = max(_CUT_FROM, _REQUESTS_TOGETHER * request_nbytes)
+        is_shared = other.num_replicas > 1 or other.overlapping
+        is_long = num_ranks * request_nbytes <= value.nbytes
+        if not value.nbytes or (not is_shared and is_long and not has_short_rows(other, itemsize, stored.short_nbytes)):
+            return cls(other, in_rows(other, itemsize, stored.short_nbytes), num_ranks, together)
+        if value.nbytes < max(_CUT_FROM, 2 * request_nbytes):
+            return cls(other, other if num_ranks == 1 else None, 1, together)
+        if is_long:
+            return cls(other, in_flat_chunks(other, other.ranks), num_ranks, together)
+        return cls(other, None, value.nbytes // request_nbytes, together)
+
+    def first_reader(self, stored: StoredTensor) -> int:
+        """Return the index of a rank: one rank reads adjacent tensors.
+
+        Equal layers are equally far apart, so that a remainder could give all of them to one rank.
+        """
+        return replica_of(f"{stored.file} {stored.start // self.together}") % len(self.other.ranks)
+
+
 @dataclass
 class CheckpointEnd(End):
     """The source of a load: an open checkpoint. `nbytes`: the number of bytes that this rank has read.
@@ -104,10 +138,9 @@ class CheckpointEnd(End):
     nbytes: int = 0
     plans: Plans = field(default_factory=Plans)
 
-    _as_they_are: dict[tuple[int, torch.dtype, int, int], tuple[Placement, Placement | None]] = field(
-        default_factory=dict
-    )
+    _reads: dict[tuple[int, torch.dtype, int, int], _Reads] = field(default_factory=dict)
     _whole: dict[tuple[int, int], tuple[Placement, Placement]] = field(default_factory=dict)
+    _by_reader: dict[tuple[int, str, int], tuple[Placement, Placement]] = field(default_factory=dict)
     _planned: dict[tuple[int, int], tuple[Placement, Placement, Sequence[Copy]]] = field(default_factory=dict)
 
     is_stored = True
@@ -116,28 +149,22 @@ class CheckpointEnd(End):
         """Return the cut in which the ranks read. Ranks that need the same elements each read a share; short rows: by chunks."""
         if self.as_needed:
             return other
-        stored = stored_value(value).stored
+        stored = value.stored if isinstance(value, StoredValue) else stored_value(value).stored
         key = id(other), value.dtype, stored.short_nbytes, stored.request_nbytes
-        known = self._as_they_are.get(key)  # layers share their placements
-        if known is None:
-            is_shared = other.num_replicas > 1 or other.overlapping
-            is_short = has_short_rows(other, value.dtype.itemsize, stored.short_nbytes)
-            is_long = len(other.ranks) * stored.request_nbytes <= value.nbytes
-            as_it_is = not value.nbytes or (not is_shared and not is_short and is_long)
-            as_read = in_rows(other, value.dtype.itemsize, stored.short_nbytes) if as_it_is else None
-            known = self._as_they_are[key] = other, as_read  # keeps the id unique
-        if known[1] is not None:
-            return known[1]
-        ranks = other.ranks
-        together = max(_CUT_FROM, _REQUESTS_TOGETHER * stored.request_nbytes)
-        # One rank reads adjacent tensors. Equal layers are equally far apart, so that a remainder could give all to one rank.
-        first = replica_of(f"{stored.file} {stored.start // together}") % len(ranks)
-        if value.nbytes < max(_CUT_FROM, 2 * stored.request_nbytes):
-            return other if len(ranks) == 1 else self._on_one_rank(other, ranks[first])
-        if len(ranks) * stored.request_nbytes <= value.nbytes:
-            return in_flat_chunks(other, ranks)
-        num = value.nbytes // stored.request_nbytes
-        return in_flat_chunks(other, [ranks[(first + index) % len(ranks)] for index in range(num)])
+        reads = self._reads.get(key)  # layers share their placements
+        if reads is None:
+            reads = self._reads[key] = _Reads.of(value, stored, other)  # keeps the id unique
+        if reads.cut is not None:
+            return reads.cut
+        if reads.num_readers > 1:
+            ranks, first = other.ranks, reads.first_reader(stored)
+            return in_flat_chunks(other, [ranks[(first + index) % len(ranks)] for index in range(reads.num_readers)])
+        place = id(other), stored.file, stored.start // reads.together
+        by_reader = self._by_reader.get(place)
+        if by_reader is None:
+            reader = other.ranks[reads.first_reader(stored)]
+            by_reader = self._by_reader[place] = other, self._on_one_rank(other, reader)  # keeps the id unique
+        return by_reader[1]
 
     def _on_one_rank(self, other: Placement, rank: int) -> Placement:
         """Return all of a value on one rank: one object for all values that are cut alike, by which plans are found again."""

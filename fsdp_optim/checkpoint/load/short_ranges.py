@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +15,7 @@ import numpy
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.protocols import TensorReader
 from fsdp_optim.tensors.memory import in_batches
+from fsdp_optim.tensors.rows import copy_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -117,8 +116,7 @@ class ShortRanges:
         first, last = runs[0].first, runs[-1].last
         moved = places - [run.start for run in runs] + buffer.ctypes.data
         sources = self.starts[first:last] + numpy.repeat(moved, [run.last - run.first for run in runs])
-        targets, nbytes = self.addresses[first:last], self.nbytes[first:last]
-        deque(map(ctypes.memmove, targets.tolist(), sources.tolist(), nbytes.tolist()), maxlen=0)
+        copy_bytes(sources, self.addresses[first:last], self.nbytes[first:last])
 
 
 class _Run(NamedTuple):
