@@ -297,3 +297,15 @@ def test_memory_side_by_side_is_aligned_and_apart() -> None:
         assert flat.data_ptr() == memory.data_ptr() + base or not flat.numel()
         flat.view(torch.uint8).add_(number)
     assert sorted(memory.tolist()) == [1] * 3 + [2] * 32 + [3] * 10 + [5] + [6] * 32
+
+
+def test_memory_that_a_plan_leaves_uninitialised_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [StateValue(str(number), "exp_avg", torch.float32, Whole((4,), (0, 1))) for number in range(5)]
+    table = short_scatter.run_table
+    monkeypatch.setattr(short_scatter, "run_table", lambda copies: table(copies)[:, 1:])
+
+    def on_rank() -> None:
+        moved(values, Files(2), Live(), 64 << 20)
+
+    with pytest.raises(RanksFailed, match="0: exp_avg: rank 1 needs 4 elements, and the plan brings 0"):
+        run_on_threads(on_rank, 2)

@@ -37,6 +37,24 @@ class ReadersTest(unittest.TestCase):
         self.assertEqual(len(num_layers_of), len(RANKS))
         self.assertLessEqual(max(num_layers_of.values()), 2 * 64 // len(RANKS))
 
+    def test_one_load_spreads_values_of_one_cut_as_loads_of_each_do(self) -> None:
+        """Values of equal layers share their cut, and what is kept for it depends on the file and the place of each."""
+        shares = tuple(512 * rank for rank in range(5))
+        cut = FlatRuns((2048,), shares[:-1], shares[1:], RANKS)
+        checkpoint: Any = SimpleNamespace()
+        values = [
+            StoredValue.of("weight", "weight", stored, cut, None, is_state=False)
+            for file in ("1.safetensors", "2.safetensors")
+            for layer in range(64)
+            for stored in [StoredTensor("weight", "float32", (2048,), file, 5 * MIB * layer, request_nbytes=MIB)]
+        ]
+        one: Any = CheckpointEnd(checkpoint, 0, Budget(MIB))
+        alone: list[Any] = [CheckpointEnd(checkpoint, 0, Budget(MIB)) for _ in values]
+        cuts = one.io_placements(values, [cut] * len(values))
+        self.assertEqual(cuts, [end.io_placement(value, cut) for end, value in zip(alone, values, strict=True)])
+        self.assertEqual(len({each.ranks for each in cuts[:64]}), len(RANKS))
+        self.assertNotEqual(cuts[:64], cuts[64:])
+
     def test_neighbours_have_one_reader(self) -> None:
         self.assertEqual(len({readers(40 * MIB + 8192 * index) for index in range(100)}), 1)
 
