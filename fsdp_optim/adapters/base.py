@@ -108,5 +108,9 @@ class Adapter(ABC):
         """Return the placement of such a value, and this rank's elements as a 1-D tensor."""
         raise NotImplementedError
 
+    def read_sharded_values(self, values: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[Placement, torch.Tensor]]:
+        """Return the same of each value. A wrapper overrides this method if it can read values that are cut alike together."""
+        return [self.read_sharded_value(fqn, value) for fqn, value in values]
+
     def reshard(self, tree: ModuleTree) -> None:  # noqa: B027
         """Free the unsharded parameters that a forward pass has left, so that the next forward pass uses the new shards."""

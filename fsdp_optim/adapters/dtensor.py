@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,8 +112,21 @@ class DTensorAdapter(Adapter):
     def is_sharded_value(self, value: torch.Tensor) -> bool:
         return is_dtensor(value)
 
-    def read_sharded_value(self, fqn: str, value: Any) -> tuple[Where, torch.Tensor]:
-        return _place(fqn, value, grid_of(value.device_mesh)), flatten(value.to_local())
+    def read_sharded_values(self, values: Sequence[tuple[str, Any]]) -> list[tuple[Where, torch.Tensor]]:
+        grid, read = once_each(grid_of), list[tuple[Where, torch.Tensor]]()
+        alike: dict[tuple[object, ...], Where] = {}
+        for fqn, value in values:
+            described, local = value._spec, local_of(value)
+            order = getattr(described, "shard_order", None)
+            kind = described.mesh, described.placements, value.shape, local.shape, order
+            is_its_own = says_its_part(value, local)  # as no other value is cut
+            place = alike.get(kind) if not is_its_own else None
+            if place is None:
+                place = _place(fqn, value, grid(described.mesh))
+                if not is_its_own:
+                    alike[kind] = place
+            read.append((place, flatten(local.detach())))
+        return read
 
     def reshard(self, tree: ModuleTree) -> None:
         loaded = sys.modules.get(_FULLY_SHARD_MODULE)

@@ -75,12 +75,19 @@ def is_sharded_value(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and not is_plain(value) and _adapter_of(value) is not None
 
 
-def read_sharded_value(fqn: str, value: torch.Tensor) -> tuple[Placement, torch.Tensor]:
-    """Return the placement of a value, and this rank's elements as a 1-D tensor."""
-    adapter = _adapter_of(value)
-    if adapter is None:
-        raise WrapperError(f"{fqn}: no adapter knows how this {type(value).__name__} is cut over ranks")
-    return adapter.read_sharded_value(fqn, value)
+def read_sharded_values(values: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[Placement, torch.Tensor]]:
+    """Return, for each value with its FQN, its placement and this rank's elements as a 1-D tensor."""
+    adapters = [_adapter_of(value) for _, value in values]
+    by_adapter: dict[int, list[int]] = {}
+    for index, adapter in enumerate(adapters):
+        by_adapter.setdefault(id(adapter), []).append(index)
+    answers: dict[int, tuple[Placement, torch.Tensor]] = {}
+    for indices in by_adapter.values():
+        adapter, (fqn, value) = adapters[indices[0]], values[indices[0]]
+        if adapter is None:
+            raise WrapperError(f"{fqn}: no adapter knows how this {type(value).__name__} is cut over ranks")
+        answers.update(zip(indices, adapter.read_sharded_values([values[index] for index in indices]), strict=True))
+    return [answers[index] for index in range(len(values))]
 
 
 def _adapter_of(value: torch.Tensor) -> Adapter | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_optim.adapters.known import is_sharded_value, read_sharded_value
+from fsdp_optim.adapters.known import is_sharded_value, read_sharded_values
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement, Ranks, Whole
 from fsdp_optim.move import StateValue, move
@@ -85,9 +85,23 @@ def _all_gather_parts(group: RankGroup, part: DictPart) -> PartsByRanks:
 
 def _describe(part: FullState, group: RankGroup, here: _Here) -> DictPart:
     """Describe this rank's part for the other ranks, and add its elements to `here`."""
+    cut = {
+        (fqn, name): value
+        for fqn, values in part.state.items()
+        for name, value in values.items()
+        if is_sharded_value(value)
+    }
+    read = read_sharded_values([(f"{fqn}: {name}", value) for (fqn, name), value in cut.items()])
+    places = dict(zip(cut, read, strict=True))
     return DictPart(
         state=tuple(
-            (fqn, tuple((name, _value_part(fqn, name, value, group, here)) for name, value in values.items()))
+            (
+                fqn,
+                tuple(
+                    (name, _value_part((fqn, name), value, places.get((fqn, name)), group, here))
+                    for name, value in values.items()
+                ),
+            )
             for fqn, values in part.state.items()
         ),
         groups=tuple((_keys(hyper), fqns) for hyper, fqns in part.groups),
@@ -102,12 +116,15 @@ def _keys(values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         raise StateError(f"{error}, so ranks cannot check that all have the same value") from None
 
 
-def _value_part(fqn: str, name: str, value: Any, group: RankGroup, here: _Here) -> ValuePart:
-    where = f"{fqn}: {name}"
-    if is_sharded_value(value):
-        placement, flat = read_sharded_value(where, value)
+def _value_part(
+    key: tuple[str, str], value: Any, cut: tuple[Placement, torch.Tensor] | None, group: RankGroup, here: _Here
+) -> ValuePart:
+    """Describe one value, by FQN and name. `cut`: of a sharded value, its placement and this rank's elements."""
+    where = f"{key[0]}: {key[1]}"
+    if cut is not None:
+        placement, flat = cut
         if placement.shape:
-            here[fqn, name] = flat
+            here[key] = flat
             on_one_mesh = placement.ranks == group.ranks  # torch keeps replicas equal in one mesh, not in several
             return ValuePart(dtype_name(value.dtype), placement, "" if on_one_mesh else fingerprint_of(flat))
         value = flat.view(())
@@ -117,7 +134,7 @@ def _value_part(fqn: str, name: str, value: Any, group: RankGroup, here: _Here) 
                 f"{where} is a {type(value).__name__}, which cannot be moved between ranks as a part of a sharded dict: gather "
                 "the state with gather_full_optim_state_dict instead"
             )
-        here[fqn, name] = flatten(value)
+        here[key] = flatten(value)
         return ValuePart(dtype_name(value.dtype), Whole(tuple(value.shape), WHOLE_HERE), fingerprint_of(value))
     try:
         return ValuePart(fingerprint=key_of(value), value=value)

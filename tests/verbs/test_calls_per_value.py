@@ -14,12 +14,15 @@ import torch.distributed as dist
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_optim
-from fsdp_optim import CallOptions, LoadOptions, SaveOptions, View
-from fsdp_optim.testing import run_on_ranks
+from fsdp_optim import CallOptions, LoadOptions, SaveOptions, View, dcp
+from fsdp_optim.fairscale import FullyShardedDataParallel as FairscaleFSDP
+from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 FEW, MANY = 100, 300
 VALUES = 4  # of a parameter: the weight, two moments and the step
@@ -28,19 +31,67 @@ VIEWS = [View("{u}.{i}.weight", "(q + k + v) c", {f"{{u}}.{{i}}.{part}": f"{part
 
 # Calls of functions, in Python and C, that each further value takes on the rank that makes most.
 MOST = {
-    "FSDP2": {"save": 149, "load": 143, "gather": 96, "stall": 149},
-    "DDP": {"save": 184, "load": 206, "gather": 97, "stall": 183},
+    "FSDP2": {"save": 149, "load": 143, "gather": 96, "stall": 149, "set_state_dict": 415},
+    "FSDP1": {"save": 150, "load": 189, "gather": 75, "stall": 148},
+    "fairscale": {"save": 115, "load": 108, "gather": 52, "stall": 113},
+    "DDP": {"save": 184, "load": 154, "gather": 97, "stall": 183},
+    "HSDP": {"save": 192, "load": 162, "gather": 119, "stall": 191},
+    "FSDP2 and tensor parallel": {"save": 155, "load": 188, "gather": 112, "stall": 153},
+    "no wrapper": {"save": 166, "load": 163, "gather": 98, "stall": 165},
     "FSDP2, Views": {"save": 126, "load": 146, "gather": 60, "stall": 121},
+}
+WORLDS = {"HSDP": 4, "FSDP2 and tensor parallel": 4, "no wrapper": 1}  # all others have 2 ranks
+
+
+def in_fsdp2(units: list[nn.Module]) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return fully_shard(nn.Sequential(*(fully_shard(unit, mesh=mesh) for unit in units)), mesh=mesh)
+
+
+def in_hsdp(units: list[nn.Module]) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    return fully_shard(nn.Sequential(*(fully_shard(unit, mesh=mesh) for unit in units)), mesh=mesh)
+
+
+def in_tensor_parallel(units: list[nn.Module]) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    ways = (ColwiseParallel, RowwiseParallel)
+    for unit in units:
+        parallelize_module(unit, mesh["tensor"], {name: ways[int(name) % 2]() for name, _ in unit.named_children()})
+    mesh = mesh["data"]
+    return fully_shard(nn.Sequential(*(fully_shard(unit, mesh=mesh) for unit in units)), mesh=mesh)
+
+
+def in_fsdp1(units: list[nn.Module]) -> nn.Module:
+    def wrap(module: nn.Module) -> nn.Module:
+        return TorchFSDP(module, use_orig_params=True, device_id=torch.device("cpu"))
+
+    return wrap(nn.Sequential(*map(wrap, units)))
+
+
+def in_fairscale(units: list[nn.Module]) -> nn.Module:
+    model = FairscaleFSDP(nn.Sequential(*(FairscaleFSDP(unit) for unit in units)))
+    for module in model.modules():
+        if isinstance(module, FairscaleFSDP):
+            module._lazy_init()
+    return model
+
+
+WRAPPERS: dict[str, Callable[[list[nn.Module]], nn.Module]] = {
+    "FSDP2": in_fsdp2,
+    "FSDP1": in_fsdp1,
+    "fairscale": in_fairscale,
+    "DDP": lambda units: DistributedDataParallel(nn.Sequential(*units)),
+    "HSDP": in_hsdp,
+    "FSDP2 and tensor parallel": in_tensor_parallel,
+    "no wrapper": lambda units: nn.Sequential(*units),
+    "FSDP2, Views": in_fsdp2,
 }
 
 
 def trained(wrapper: str, num_params: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     units = [nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(10))) for _ in range(num_params // 10)]
-    if wrapper.startswith("FSDP2"):
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        model: nn.Module = fully_shard(nn.Sequential(*(fully_shard(unit, mesh=mesh) for unit in units)), mesh=mesh)
-    else:
-        model = DistributedDataParallel(nn.Sequential(*units))
+    model = WRAPPERS[wrapper](list(units))
     optim = torch.optim.Adam(model.parameters())
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -66,16 +117,27 @@ def calls_of(wrapper: str, num_params: int, path: str, handles: list[Any]) -> di
     def stall() -> None:
         handles.append(fsdp_optim.async_save(f"{path}-async", model, optim, overwrite=True, options=save))
 
-    return {
+    calls: dict[str, Callable[[], Any]] = {
         "save": lambda: fsdp_optim.save(path, model, optim, overwrite=True, options=save),
         "load": lambda: fsdp_optim.load(path, model, optim, options=load),
         "gather": lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, options=call),
         "stall": stall,
     }
+    if "set_state_dict" in MOST[wrapper]:
+        weights, state = dcp.get_state_dict(model, optim)
+        calls["set_state_dict"] = lambda: dcp.set_state_dict(
+            model, optim, model_state_dict=weights, optim_state_dict=state
+        )
+    return calls
 
 
 def count(wrapper: str, folder: str) -> dict[str, list[int]]:
     """The calls of each of four calls of the library, with few and with many parameters, in the second round."""
+    with fairscale_on_cpu():
+        return _counted(wrapper, folder)
+
+
+def _counted(wrapper: str, folder: str) -> dict[str, list[int]]:
     counts: dict[str, list[int]] = {}
     for num_params in (FEW, MANY):
         handles: list[Any] = []
@@ -95,7 +157,7 @@ class CallsTest(unittest.TestCase):
     @parameterized.expand(list(MOST))
     def test_calls_per_value(self, wrapper: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            by_rank = run_on_ranks(count, 2, wrapper, folder)
+            by_rank = run_on_ranks(count, WORLDS.get(wrapper, 2), wrapper, folder)
         for name, most in MOST[wrapper].items():
             values = VALUES * (MANY - FEW) * (PARTS if wrapper.endswith("Views") else 1)
             slopes = [(counts[name][1] - counts[name][0]) / values for counts in by_rank]

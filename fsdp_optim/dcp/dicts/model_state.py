@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.adapters.known import is_sharded_value, read_sharded_value
+from fsdp_optim.adapters.known import is_sharded_value, read_sharded_values
 from fsdp_optim.adapters.unwrapping import clean_name
 from fsdp_optim.dcp.dicts.flat import check_has_form, chunked_weights, flat_names, is_flat, prepare_flat
 from fsdp_optim.dcp.dicts.options import SOURCE_RANK, Given
@@ -202,10 +202,10 @@ def _check_alike(live: Mapping[str, _Live], given: Mapping[str, _Described]) -> 
 
 def _sources(moved: Mapping[str, torch.Tensor], ranks: tuple[int, ...]) -> dict[str, tuple[Placement, torch.Tensor]]:
     """Return the placement of each value, and this rank's elements. `ranks`: those that have a full value."""
+    cut = [(name, value) for name, value in moved.items() if is_sharded_value(value)]
+    places = dict(zip([name for name, _ in cut], read_sharded_values(cut), strict=True))
     return {
-        name: read_sharded_value(name, value)
-        if is_sharded_value(value)
-        else (Whole(tuple(value.shape), ranks), flatten(value.detach()))
+        name: places[name] if name in places else (Whole(tuple(value.shape), ranks), flatten(value.detach()))
         for name, value in moved.items()
     }
 

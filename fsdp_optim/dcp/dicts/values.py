@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.adapters.known import is_sharded_value, read_sharded_value
+from fsdp_optim.adapters.known import is_sharded_value, read_sharded_values
 from fsdp_optim.dcp.dicts.options import SOURCE_RANK, Given
 from fsdp_optim.errors import StateError, StateKeysError, shortened
 from fsdp_optim.layout import Placement
@@ -99,8 +99,8 @@ def _gathered(
 ) -> dict[str, torch.Tensor]:
     """Return the full tensors of sharded values on the recipients; an empty dict on the other ranks."""
     flats, described = dict[str, torch.Tensor](), list[tuple[str, str, Placement]]()
-    for name, value in cut.items():
-        placement, flats[name] = read_sharded_value(name, value)
+    for (name, value), (placement, flat) in zip(cut.items(), read_sharded_values([*cut.items()]), strict=True):
+        flats[name] = flat
         described.append((name, dtype_name(value.dtype), placement))
     values = [
         StateValue(name, "", dtype_named(dtype), placement)
