@@ -88,7 +88,6 @@ class RowsOfValues:
 
     def _add_box(self, copy: Copy, flat: torch.Tensor, owner: int) -> None:
         """Add strided elements."""
-        self.flush()
         if not self._add_columns(copy, flat, owner):
             self._add_windows(copy, flat, owner)
 
@@ -106,6 +105,7 @@ class RowsOfValues:
         most = len(self._scratch) // per_row
         if step % ROW_NBYTES or not most or per_row * ROW_NBYTES >= step:
             return False
+        self.flush()
         block = flat.as_strided((height, width), copy.source_strides, flat.storage_offset() + copy.source_offset)
         data = block.view(torch.uint8)
         for begin in range(0, height, most):
@@ -126,11 +126,11 @@ class RowsOfValues:
         start = copy.target_offset // per_row
         stop = copy.target_offset + 1 + sum((n - 1) * s for n, s in zip(copy.sizes, copy.target_strides, strict=True))
         while start * per_row < stop:
-            num = min(len(self._scratch), -(-stop // per_row) - start)
+            begin = len(self._numbers)
+            num = min(len(self._scratch) - begin, -(-stop // per_row) - start)
             for piece in clip_to_target(copy, start * per_row, (start + num) * per_row):
-                target_view(piece, scratch).copy_(source_view(piece, flat))
+                target_view(piece, scratch[begin * per_row :]).copy_(source_view(piece, flat))
             self._take(range(start, start + num), owner)
-            self.flush()
             start += num
 
     def _take(self, numbers: range, owner: int) -> None:

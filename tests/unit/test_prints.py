@@ -184,6 +184,29 @@ class TestCuts(unittest.TestCase):
         )
 
 
+    @parameterized.expand([(4096,), (1 << 15,), (1 << 20,)])
+    def test_boxes_of_several_values_together(self, nbytes: int) -> None:
+        """Small boxes, runs between them, and blocks of columns that are added by themselves, on two ranks."""
+        shapes = [(8, 8), (3, 10), (70, 90), (11, 1024), (8, 8), (40,), (5, 6, 4)] * 3
+        values = [random_value(shape, torch.float32, seed) for seed, shape in enumerate(shapes)]
+        total, num_adds = LocalSums.zeros(len(values), 0), 0
+        for rank in (0, 1):
+            sums = RowSums(len(values), CPU)
+            rows = RowsOfValues(sums, CPU, nbytes)
+            with mock.patch.object(sums, "add", wraps=sums.add) as added:
+                for index, value in enumerate(values):
+                    cut = MeshBoxes(tuple(value.shape), (2,), ((0, value.dim() - 1),), ((0, 1),))
+                    rows.add(*parts_of(cut, value)[rank], index)
+                rows.flush()
+            total += sums.local()
+            num_adds = max(num_adds, added.call_count)
+        for index, value in enumerate(values):
+            self.assertEqual(total.bits_of(index), bits_over(value), shapes[index])
+            self.assertAlmostEqual(float(total.squares[index]), float(value.double().square().sum()), places=6)
+        if nbytes == 1 << 20:
+            self.assertLess(num_adds, 3 * len({*shapes}))  # the blocks of columns are one each, and what is between them
+
+
 class TestFaults(unittest.TestCase):
     """What must be told apart, on a value of ordinary size."""
 
