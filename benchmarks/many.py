@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -62,6 +63,20 @@ def in_fsdp2(units: list[nn.Module]) -> nn.Module:
     return fully_shard(nn.Sequential(*(fully_shard(unit, mesh=mesh) for unit in units)), mesh=mesh)
 
 
+def in_hsdp(units: list[nn.Module]) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
+    return fully_shard(nn.Sequential(*(fully_shard(unit, mesh=mesh) for unit in units)), mesh=mesh)
+
+
+def in_tensor_parallel(units: list[nn.Module]) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("data", "tensor"))
+    ways = (ColwiseParallel, RowwiseParallel)
+    for unit in units:
+        parallelize_module(unit, mesh["tensor"], {name: ways[int(name) % 2]() for name, _ in unit.named_children()})
+    mesh = mesh["data"]
+    return fully_shard(nn.Sequential(*(fully_shard(unit, mesh=mesh) for unit in units)), mesh=mesh)
+
+
 def in_fsdp1(units: list[nn.Module]) -> nn.Module:
     def wrap(module: nn.Module) -> nn.Module:
         return TorchFSDP(module, use_orig_params=True, device_id=torch.device("cpu"))
@@ -81,7 +96,15 @@ def in_ddp(units: list[nn.Module]) -> nn.Module:
     return DistributedDataParallel(nn.Sequential(*units))
 
 
-WRAPPERS = {"FSDP2": in_fsdp2, "FSDP1": in_fsdp1, "fairscale": in_fairscale, "DDP": in_ddp}
+WRAPPERS: dict[str, Callable[[list[nn.Module]], nn.Module]] = {
+    "FSDP2": in_fsdp2,
+    "HSDP": in_hsdp,
+    "FSDP2-TP": in_tensor_parallel,
+    "FSDP1": in_fsdp1,
+    "fairscale": in_fairscale,
+    "DDP": in_ddp,
+    "none": lambda units: nn.Sequential(*units),
+}
 WITHOUT_DCP = ("fairscale",)  # its load_state_dict() does not take what torch's set_state_dict gives it
 
 
@@ -254,7 +277,7 @@ def main() -> None:
     os.environ["FSDP_OPTIM_QUIET"] = "1"
     header = ("model", "who", "processor s", "s", "processor us / value", "bytes / value")
     for wrapper, num_params, world_size in itertools.product(options.wrappers, options.params, options.worlds):
-        about = f"{num_params:,} parameters, {wrapper}, {world_size} ranks"
+        about = f"{num_params:,} parameters, {wrapper}, {world_size} rank{'' if world_size == 1 else 's'}"
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder)
             if options.profile:

@@ -183,7 +183,6 @@ class TestCuts(unittest.TestCase):
             all(numpy.array_equal(a, b) for a, b in zip(vars(local).values(), vars(again).values(), strict=True))
         )
 
-
     @parameterized.expand([(4096,), (1 << 15,), (1 << 20,)])
     def test_boxes_of_several_values_together(self, nbytes: int) -> None:
         """Small boxes, runs between them, and blocks of columns that are added by themselves, on two ranks."""
@@ -204,7 +203,9 @@ class TestCuts(unittest.TestCase):
             self.assertEqual(total.bits_of(index), bits_over(value), shapes[index])
             self.assertAlmostEqual(float(total.squares[index]), float(value.double().square().sum()), places=6)
         if nbytes == 1 << 20:
-            self.assertLess(num_adds, 3 * len({*shapes}))  # the blocks of columns are one each, and what is between them
+            self.assertLess(
+                num_adds, 3 * len({*shapes})
+            )  # the blocks of columns are one each, and what is between them
 
 
 class TestFaults(unittest.TestCase):
