@@ -6,10 +6,10 @@ It follows the source of torch 2.13. Only this file uses that wrapper's private 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import nn
 from fsdp_optim.adapters.base import Adapter, Place
 from fsdp_optim.adapters.tree import ModuleTree, is_loaded_class, summoned
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Ranks, Shape, Whole, flat_chunks, ranks_in_order
+from fsdp_optim.layout import MeshBoxes, Placement, Ranks, Shape, Whole, flat_chunks, ranks_in_order
 from fsdp_optim.tensors.dtensors import dtensor
 from fsdp_optim.view import Handle, Original
 
@@ -231,20 +231,44 @@ def _kept(handle: FlatParamHandle) -> torch.Tensor:
     return shard if shard is not None and shard.numel() else flat.data
 
 
+class _Cut(NamedTuple):
+    """How an original is cut.
+
+    `local_shape`: of its part on this rank. `skipped`: whether the wrapper skips it here. `part`: where this is in the rank's
+    chunk of the flat parameter; None where nothing is sharded.
+    """
+
+    placement: Placement
+    local_shape: Shape
+    skipped: bool = False
+    part: slice | None = None
+
+
 class _Cuts:
-    """The cuts of originals on this rank, computed once for all originals with the same cut."""
+    """The cuts of originals, computed once for all originals that are cut alike."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Shape, int, int, tuple[Ranks, ...]], tuple[FlatChunks, Shape, bool]] = {}
+        self._known: dict[tuple[Shape, int, int, tuple[Ranks, ...]], _Cut] = {}
+        self._complete: dict[tuple[Shape, tuple[Ranks, ...]], _Cut] = {}
 
-    def of(self, shape: Shape, start: int, chunk: int, replicas: tuple[Ranks, ...]) -> tuple[FlatChunks, Shape, bool]:
-        """Return the placement of an original, the shape of its part on this rank, and whether the wrapper skips it here."""
+    def of(self, shape: Shape, start: int, chunk: int, replicas: tuple[Ranks, ...]) -> _Cut:
+        """Return the cut of an original from element `start` of the flat parameter on, in chunks."""
         key = shape, start, chunk, replicas
         known = self._known.get(key)
         if known is None:
-            placement = flat_chunks(shape, start, chunk, replicas, True)
-            numel = placement.numel_on(dist.get_rank())
-            known = self._known[key] = placement, (numel,), placement.numel > 0 == numel
+            rank, placement = dist.get_rank(), flat_chunks(shape, start, chunk, replicas, True)
+            numel = placement.numel_on(rank)
+            run = replace(placement, own_tensor=False).run(placement.shard_of(rank) or 0)
+            part = slice(run.offset, run.offset + run.stop - run.start)
+            known = self._known[key] = _Cut(placement, (numel,), placement.numel > 0 == numel, part)
+        return known
+
+    def unsharded(self, shape: Shape, replicas: tuple[Ranks, ...]) -> _Cut:
+        """Return the cut of an original that is complete on all ranks."""
+        known = self._complete.get((shape, replicas))
+        if known is None:
+            placement = Whole(shape, tuple(rank for group in replicas for rank in group))
+            known = self._complete[shape, replicas] = _Cut(placement, shape)
         return known
 
 
@@ -262,32 +286,26 @@ def _original_handles(
         aliases.setdefault(place_of_first, []).append((0, other.module, other.param_name))
     described = zip(flat._param_infos, flat._shapes, starts, params, strict=True)
     for place, (info, shape, start, param) in enumerate(described):
-        full_shape = tuple(shape)
-        placement: Placement
-        kept: Callable[[], torch.Tensor] | None = None
         if handle.uses_sharded_strategy:
-            placement, local_shape, skipped = cuts.of(full_shape, start, chunk, replicas)
-            kept = partial(_part_of_chunk, tree, handle, placement, info)
+            cut = cuts.of(tuple(shape), start, chunk, replicas)
         else:
-            skipped, local_shape = False, full_shape
-            placement = Whole(full_shape, tuple(rank for group in replicas for rank in group))
+            cut = cuts.unsharded(tuple(shape), replicas)
         yield Handle(
             param=param,
-            originals=(Original(info.module, info.param_name, placement, place),),
-            local_shape=local_shape,
+            originals=(Original(info.module, info.param_name, cut.placement, place),),
+            local_shape=cut.local_shape,
             aliases=tuple(aliases.get((info.module, info.param_name), ())),
-            kept=kept,
-            skipped=skipped,
+            kept=partial(_part_of_chunk, tree, handle, cut.part, info) if cut.part is not None else None,
+            skipped=cut.skipped,
             synchronized=synchronized,
         )
 
 
-def _part_of_chunk(tree: ModuleTree, handle: FlatParamHandle, placement: FlatChunks, info: ParamInfo) -> torch.Tensor:
+def _part_of_chunk(tree: ModuleTree, handle: FlatParamHandle, part: slice, info: ParamInfo) -> torch.Tensor:
     """Return the elements of an original in this rank's chunk; the original's own tensor is unsharded while a unit is in use."""
     if _is_summoned(handle):
         raise summoned(tree.fqn(info.module, info.param_name), "torch FSDP")
-    run = replace(placement, own_tensor=False).run(placement.shard_of(dist.get_rank()) or 0)
-    return _kept(handle)[run.offset : run.offset + run.stop - run.start]
+    return _kept(handle)[part]
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,7 @@ VIEWS = [View("{u}.{i}.weight", "(q + k + v) c", {f"{{u}}.{{i}}.{part}": f"{part
 # Calls of functions, in Python and C, that each further value takes on the rank that makes most.
 MOST = {
     "FSDP2": {"save": 149, "load": 143, "gather": 96, "stall": 149, "set_state_dict": 415},
-    "FSDP1": {"save": 150, "load": 189, "gather": 75, "stall": 148},
+    "FSDP1": {"save": 139, "load": 147, "gather": 75, "stall": 138},
     "fairscale": {"save": 115, "load": 108, "gather": 52, "stall": 113},
     "DDP": {"save": 184, "load": 154, "gather": 97, "stall": 183},
     "HSDP": {"save": 192, "load": 162, "gather": 119, "stall": 191},
