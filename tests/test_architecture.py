@@ -434,8 +434,7 @@ def divisions_by_hand(tree: ast.AST) -> list[str]:
 
 
 RUN_PLANS = {
-    # And pickled values, which have no placement.
-    "exchange": {"move.executor", "move.short_gather", "move.short_scatter", "transport.parcels"},
+    "exchange": {"move.executor", "move.short", "transport.parcels"},  # and pickled values, which have no placement
     "copy_in_memory": {"state.live.local_dict"},  # a whole value that this rank cuts for itself
     "RankPlan": {"move.executor", "move.routes", "transport.messages"},
 }

@@ -7,16 +7,21 @@ structure is computed once for each kind of value (values that are cut alike), t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy
 import torch
 
 from fsdp_optim.layout import Placement, Whole
+from fsdp_optim.move.ends import End
 from fsdp_optim.move.routes import Route
+from fsdp_optim.plan import Copy
 from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.tensors.rows import places_of
+from fsdp_optim.transport.agree import exchange
+from fsdp_optim.transport.base import Item, RankGroup
+from fsdp_optim.transport.failure import Failure
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +35,7 @@ _LEAST_BUDGET = 8 << 20  # bytes; with less, each batch would have few values, a
 _COPIES = 5  # of the elements of a batch: complete, by rank, as they arrive, as they belong, and on the way there
 _RUN_NBYTES = 100  # about what the tables take for a run
 
-SHORT_USE = "rows of short values, and the messages that carry them"
+_USE = "rows of short values, and the messages that carry them"
 
 
 def has_room_for_short(budget: Budget) -> bool:
@@ -59,6 +64,62 @@ def split_short(routes: Sequence[Route], budget: Budget) -> tuple[list[Route], l
             travels = known[key] = has_root and is_short(route.live, value.dtype.itemsize)
         (short if travels else others).append(route)
     return short, others
+
+
+class ShortBatch(Protocol):
+    """Some short values on this rank: what it sends of them is ready, and there is memory for what it receives."""
+
+    def items(self, group: RankGroup) -> list[Item]:
+        """Return the messages, after the copy of what this rank sends to itself."""
+
+    def deliver(self, target: End) -> None:
+        """Hand what has arrived to the target."""
+
+
+def move_short(
+    routes: Sequence[Route],
+    target: End,
+    group: RankGroup,
+    budget: Budget,
+    failure: Failure,
+    prepare: Callable[[Sequence[First]], Callable[[ShortValues], ShortBatch]],
+) -> None:
+    """Move short values. Called by all ranks of a move, with the same routes.
+
+    `prepare`: computes what the values of each kind have in common, and returns the function that makes a batch of some values.
+    """
+    if not routes:
+        return
+    half, values = budget.share(2, _USE), ShortValues.of(routes)
+    batch_of: Callable[[ShortValues], ShortBatch] | None = None
+    with failure:
+        batch_of = prepare(values.firsts)
+    for begin, end in values.batches(half):
+        batch: ShortBatch | None = None
+        items = list[Item]()
+        with failure:
+            if batch_of is not None and failure.error is None:
+                batch = batch_of(values.between(begin, end))
+                items = batch.items(group)
+        exchange(group, items, failure, half)
+        items.clear()
+        if batch is not None and failure.error is None:
+            with failure:
+                batch.deliver(target)
+
+
+def items_of(
+    sends: Mapping[tuple[int, int, int], torch.Tensor], receives: Mapping[tuple[int, int, int], torch.Tensor]
+) -> list[Item]:
+    """Return the items of messages by (sender, receiver, number), after the copy of what this rank sends to itself."""
+    for way, arriving in receives.items():
+        if way[0] == way[1]:
+            arriving.copy_(sends[way])
+    return [
+        Item([Copy(way[0], way[1], (numel,), 0, (1,), 0, (1,))], torch.uint8, sends.get(way), receives.get(way))
+        for way, numel in sorted((way, message.numel()) for way, message in {**sends, **receives}.items())
+        if way[0] != way[1]
+    ]
 
 
 class First(NamedTuple):

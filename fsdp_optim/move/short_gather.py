@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
@@ -15,13 +15,12 @@ import torch
 from fsdp_optim.errors import StateError
 from fsdp_optim.move.ends import CompleteValues, End, local_parts
 from fsdp_optim.move.routes import Route, RoutePlans
-from fsdp_optim.move.short import SHORT_USE, First, Rows, ShortValues
-from fsdp_optim.plan import Copy, run_table
+from fsdp_optim.move.short import First, Rows, ShortValues, items_of, move_short
+from fsdp_optim.plan import run_table
 from fsdp_optim.tensors.allocation import empty
 from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.tensors.rows import copy_rows, places_of, rows_of_kinds
 from fsdp_optim.tensors.side_by_side import side_by_side
-from fsdp_optim.transport.agree import exchange
 from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure
 
@@ -39,25 +38,12 @@ def gather_short(
     routes: Sequence[Route], source: End, target: End, plans: RoutePlans, budget: Budget, failure: Failure
 ) -> None:
     """Move short values to a stored target. Called by all ranks of a move, with the same routes."""
-    if not routes:
-        return
-    half, group = budget.share(2, SHORT_USE), plans.group
-    values = ShortValues.of(routes)
-    kinds: _Kinds | None = None
-    with failure:
-        kinds = _Kinds.of(values.firsts, plans)
-    for begin, end in values.batches(half):
-        batch: _Batch | None = None
-        items = list[Item]()
-        with failure:
-            if kinds is not None and failure.error is None:
-                batch = _Batch.of(values.between(begin, end), kinds, source, group)
-                items = batch.items(group)
-        exchange(group, items, failure, half)
-        items.clear()
-        if batch is not None and failure.error is None:
-            with failure:
-                target.drain_complete(batch.complete())
+
+    def prepare(firsts: Sequence[First]) -> Callable[[ShortValues], _Batch]:
+        kinds = _Kinds.of(firsts, plans)
+        return lambda values: _Batch.of(values, kinds, source, plans.group)
+
+    move_short(routes, target, plans.group, budget, failure, prepare)
 
 
 class _Kinds(NamedTuple):
@@ -65,7 +51,7 @@ class _Kinds(NamedTuple):
 
     Attributes:
         bounds, part_nbytes: the elements [start, stop) of this rank's local tensor in which its runs lie, and their length.
-        is_at_root: whether who needs a value has all of it.
+        is_at_root: whether the root of each holds all of it live.
         sent: of the runs that this rank sends: their places in these elements, and their lengths.
         received: of all runs: the rank that sends each, its place in the complete value, and its length.
         num_sent, num_received: the number of these runs. The columns of `sent` and `received` are one kind after the other.
@@ -140,25 +126,16 @@ class _Batch(NamedTuple):
         return cls(sent, arriving, [values.routes[index] for index in here.tolist()], nbytes)
 
     def items(self, group: RankGroup) -> list[Item]:
-        """Return the messages, after the copy of what this rank sends to itself."""
         rank = group.rank
-        sends = {(rank, peer): message for peer, message in self.sent.messages.items()}
-        receives = {(peer, rank): message for peer, message in self.arriving.messages.items()}
-        own = rank, rank
-        if own in receives:
-            receives.pop(own).copy_(sends.pop(own))
-        return [
-            Item([Copy(*pair, (numel,), 0, (1,), 0, (1,))], torch.uint8, sends.get(pair), receives.get(pair))
-            for pair, numel in sorted((pair, message.numel()) for pair, message in (sends | receives).items())
-        ]
+        sends = {(rank, peer, 0): message for peer, message in self.sent.messages.items()}
+        return items_of(sends, {(peer, rank, 0): message for peer, message in self.arriving.messages.items()})
 
-    def complete(self) -> CompleteValues:
-        """Return the values that this rank has received, one after the other."""
+    def deliver(self, target: End) -> None:
         memory = empty((int(self.nbytes.sum()),), torch.uint8, _CPU)
         rows = self.arriving
         copy_rows(rows.memory.numpy(), places_of(rows.lengths), memory.numpy(), rows.places, rows.lengths)
         values, cuts = [route.value for route in self.received], [route.target for route in self.received]
-        return CompleteValues(values, cuts, places_of(self.nbytes), self.nbytes, memory)
+        target.drain_complete(CompleteValues(values, cuts, places_of(self.nbytes), self.nbytes, memory))
 
 
 def _sent(values: ShortValues, kinds: _Kinds, source: End, rank: int) -> Rows:

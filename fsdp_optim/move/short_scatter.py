@@ -8,7 +8,7 @@ Ranks that hold the same shards get the same message, which is made once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
@@ -17,13 +17,12 @@ import torch
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.move.ends import End, Slice, local_parts
 from fsdp_optim.move.routes import Route, RoutePlans
-from fsdp_optim.move.short import SHORT_USE, First, Rows, ShortValues
-from fsdp_optim.plan import Copy, run_table
+from fsdp_optim.move.short import First, Rows, ShortValues, items_of, move_short
+from fsdp_optim.plan import run_table
 from fsdp_optim.tensors.allocation import empty
 from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.tensors.rows import copy_rows, places_of, rows_of_kinds
 from fsdp_optim.tensors.side_by_side import empty_side_by_side, put_rows
-from fsdp_optim.transport.agree import exchange
 from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure
 
@@ -40,25 +39,12 @@ def scatter_short(
     routes: Sequence[Route], source: End, target: End, plans: RoutePlans, budget: Budget, failure: Failure
 ) -> None:
     """Move short values from a stored source. Called by all ranks of a move, with the same routes."""
-    if not routes:
-        return
-    half, group = budget.share(2, SHORT_USE), plans.group
-    values = ShortValues.of(routes)
-    kinds: _Kinds | None = None
-    with failure:
-        kinds = _Kinds.of(values.firsts, plans)
-    for begin, end in values.batches(half):
-        batch: _Batch | None = None
-        items = list[Item]()
-        with failure:
-            if kinds is not None and failure.error is None:
-                batch = _Batch.of_values(values.between(begin, end), kinds, source, group)
-                items = batch.items(group)
-        exchange(group, items, failure, half)
-        items.clear()
-        if batch is not None and failure.error is None:
-            with failure:
-                batch.put(target)
+
+    def prepare(firsts: Sequence[First]) -> Callable[[ShortValues], _Batch]:
+        kinds = _Kinds.of(firsts, plans)
+        return lambda values: _Batch.of_values(values, kinds, source, plans.group)
+
+    move_short(routes, target, plans.group, budget, failure, prepare)
 
 
 class _Kinds(NamedTuple):
@@ -144,22 +130,12 @@ class _Batch(NamedTuple):
         return cls(kinds, _read(values, kinds, source, group.rank), arriving, chosen, of[arriving.order])
 
     def items(self, group: RankGroup) -> list[Item]:
-        """Return the messages, after the copy of what this rank sends to itself."""
         rank, holders = group.rank, self.kinds.holders
         sends = {(rank, peer, number): sent for number, sent in self.sent.messages.items() for peer in holders[number]}
-        receives = {
-            (key // len(holders), rank, key % len(holders)): arriving
-            for key, arriving in self.arriving.messages.items()
-        }
-        for way in sends.keys() & receives.keys():  # to itself
-            receives.pop(way).copy_(sends.pop(way))
-        return [
-            Item([Copy(*way[:2], (numel,), 0, (1,), 0, (1,))], torch.uint8, sends.get(way), receives.get(way))
-            for way, numel in sorted((way, message.numel()) for way, message in (sends | receives).items())
-        ]
+        receives = {divmod(key, len(holders)): arriving for key, arriving in self.arriving.messages.items()}
+        return items_of(sends, {(root, rank, number): arriving for (root, number), arriving in receives.items()})
 
-    def put(self, target: End) -> None:
-        """Copy the rows that have arrived to live memory."""
+    def deliver(self, target: End) -> None:
         values, bounds = self.received, [self.kinds.bounds[number] for number in self.received.of_kind.tolist()]
         parts = local_parts([route.value for route in values.routes], bounds, target)
         rows = self.arriving

@@ -12,7 +12,7 @@ from kit.short_values import elements, local, moved, values_of
 
 from fsdp_optim import RankError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, MeshBoxes, Placement, Whole
-from fsdp_optim.move import CompleteValues, End, Parts, Slice, StateValue, short_gather
+from fsdp_optim.move import CompleteValues, End, Parts, Slice, StateValue
 from fsdp_optim.move import short as short_module
 from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.testing import RanksFailed, run_on_threads
@@ -296,7 +296,7 @@ def test_nothing_is_written_of_messages_that_were_lost(monkeypatch: pytest.Monke
     def lose(group: Any, items: Any, failure: Failure, budget: Budget) -> None:
         failure.note(RankError("lost the connection"), fatal=True)
 
-    monkeypatch.setattr(short_gather, "exchange", lose)
+    monkeypatch.setattr(short_module, "exchange", lose)
 
     def on_rank() -> None:
         target = Files(2)

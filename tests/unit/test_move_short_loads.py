@@ -146,14 +146,14 @@ def test_values_are_read_together_and_travel_in_one_message(monkeypatch: pytest.
     placement = MeshBoxes((8, 4), (2, 2), ((1, 0),), ((0, 1, 2, 3),))  # two shards, of two ranks each
     values = [StateValue(str(number), "exp_avg", torch.float32, placement) for number in range(200)]
     sent: dict[int, list[Any]] = {}
-    exchange = short_scatter.exchange
+    exchange = short_module.exchange
 
     def spied(group: Any, items: Any, failure: Failure, budget: Budget) -> None:
         items = list(items)
         sent.setdefault(group.rank, []).append([item.source for item in items if item.source is not None])
         exchange(group, items, failure, budget)
 
-    monkeypatch.setattr(short_scatter, "exchange", spied)
+    monkeypatch.setattr(short_module, "exchange", spied)
 
     def on_rank() -> tuple[Live, Files]:
         source, target = Files(4), Live()
@@ -199,7 +199,7 @@ def test_nothing_is_put_in_memory_of_messages_that_were_lost(monkeypatch: pytest
     def lose(group: Any, items: Any, failure: Failure, budget: Budget) -> None:
         failure.note(RankError("lost the connection"), fatal=True)
 
-    monkeypatch.setattr(short_scatter, "exchange", lose)
+    monkeypatch.setattr(short_module, "exchange", lose)
 
     def on_rank() -> None:
         targets.append(Live())
@@ -271,13 +271,13 @@ def test_long_values_and_those_of_many_runs_go_by_windows(
 ) -> None:
     values = [StateValue(str(number), "exp_avg", torch.float32, placement) for number in range(6)]
     met = list[int]()
-    exchange = short_scatter.exchange
+    exchange = short_module.exchange
 
     def spied(group: Any, items: Any, failure: Failure, budget: Budget) -> None:
         met.append(group.rank)
         exchange(group, items, failure, budget)
 
-    monkeypatch.setattr(short_scatter, "exchange", spied)
+    monkeypatch.setattr(short_module, "exchange", spied)
 
     def on_rank() -> Live:
         target = Live()

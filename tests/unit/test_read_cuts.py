@@ -48,9 +48,9 @@ class ReadersTest(unittest.TestCase):
             for layer in range(64)
             for stored in [StoredTensor("weight", "float32", (2048,), file, 5 * MIB * layer, request_nbytes=MIB)]
         ]
-        one: Any = CheckpointEnd(checkpoint, 0, Budget(MIB))
+        together: Any = CheckpointEnd(checkpoint, 0, Budget(MIB))
         alone: list[Any] = [CheckpointEnd(checkpoint, 0, Budget(MIB)) for _ in values]
-        cuts = one.io_placements(values, [cut] * len(values))
+        cuts = together.io_placements(values, [cut] * len(values))
         self.assertEqual(cuts, [end.io_placement(value, cut) for end, value in zip(alone, values, strict=True)])
         self.assertEqual(len({each.ranks for each in cuts[:64]}), len(RANKS))
         self.assertNotEqual(cuts[:64], cuts[64:])
