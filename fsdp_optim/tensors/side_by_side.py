@@ -11,7 +11,7 @@ import torch
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.tensors.allocation import empty
 from fsdp_optim.tensors.memory import copy_all
-from fsdp_optim.tensors.rows import copy_bytes, places_of
+from fsdp_optim.tensors.rows import copy_bytes, copy_rows, places_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -105,17 +105,19 @@ def put_rows(
     on_host = numpy.array([part is not None and part.is_cpu for part in parts], bool)[of]
     addresses = numpy.array([part.data_ptr() if part is not None and part.is_cpu else 0 for part in parts], numpy.int64)
     copy_bytes(rows.data_ptr() + places[on_host], (addresses[of] + part_places)[on_host], nbytes[on_host])
-    others = (~on_host).nonzero()[0]
-    on_device: dict[torch.device, torch.Tensor] = {}  # one copy of all rows, and then copies on the device
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for index, begin, place, length in zip(
-        of[others].tolist(), places[others].tolist(), part_places[others].tolist(), nbytes[others].tolist(), strict=True
-    ):
-        part = parts[index]
-        if part is None:
-            continue
-        if part.device not in on_device:
-            on_device[part.device] = rows.to(part.device)
-        flat = part.view(-1).view(torch.uint8)
-        pairs.append((flat[place : place + length], on_device[part.device][begin : begin + length]))
-    copy_all(pairs)
+    by_device: dict[torch.device, list[int]] = {}
+    for row in (~on_host).nonzero()[0].tolist():
+        part = parts[of[row]]
+        if part is not None:
+            by_device.setdefault(part.device, []).append(row)
+    for device, chosen in by_device.items():  # one copy to the device, and then copies on it
+        lengths, begins = nbytes[chosen], part_places[chosen]
+        together = empty((int(lengths.sum()),), torch.uint8, _CPU)
+        copy_rows(rows.numpy(), places[chosen], together.numpy(), places_of(lengths), lengths)
+        targets = [
+            part.view(-1).view(torch.uint8)[begin : begin + length]
+            for index, begin, length in zip(of[chosen].tolist(), begins.tolist(), lengths.tolist(), strict=True)
+            if (part := parts[index]) is not None
+        ]
+        sources = together.to(device).split_with_sizes(lengths.tolist())
+        copy_all(list(zip(targets, sources, strict=True)))
