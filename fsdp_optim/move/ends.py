@@ -133,7 +133,7 @@ class End:
 
     @property
     def in_any_order(self) -> bool:
-        """Whether a stored target takes values in any order, so that short ones may come before longer ones."""
+        """Whether a stored end reads or writes values in any order, so that short ones may move before longer ones."""
         return False
 
     def placement(self, value: StateValue) -> Placement:
@@ -172,11 +172,11 @@ class End:
 
 
 def local_parts(
-    values: Sequence[StateValue], bounds: Sequence[tuple[int, int]], source: End
+    values: Sequence[StateValue], bounds: Sequence[tuple[int, int]], live: End
 ) -> Sequence[torch.Tensor | None]:
-    """Return elements [start, stop) of the local tensor of each value, in any shape and strides; None without elements."""
+    """Return elements [start, stop) of the local tensor of each value, as `End.memory` has them; None without elements."""
     here = [value for value, (start, stop) in zip(values, bounds, strict=True) if start < stop]
-    memories = iter(source.memories(here))
+    memories = iter(live.memories(here))
     parts = []
     for start, stop in bounds:
         memory = next(memories) if start < stop else None

@@ -51,7 +51,7 @@ def move(
     others: list[Route] = []
     for first in range(0, len(values), _MOST_ROUTES):
         direct, cuts, sent = _routes(values[first : first + _MOST_ROUTES], source, target)
-        short, long = split_short(sent, budget) if source.is_stored or target.in_any_order else ([], sent)
+        short, long = split_short(sent, budget) if (source if source.is_stored else target).in_any_order else ([], sent)
         others += long
         if failure.error is None:  # nothing is read or written after an error
             with failure:

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 _MOST_NBYTES = 64 << 10  # of a complete short value
 _MOST_RUNS = 16  # of a shard
 _LEAST_BUDGET = 8 << 20  # bytes; with less, each batch would have few values, and the ranks meet before each
-_COPIES = 5  # of the elements of a batch: complete, by rank, as they arrive, as they belong, and on the way there
+_COPIES = (
+    5  # of the elements of a batch: as they are read, by rank, as they arrive, as they are written, and on the way
+)
 _RUN_NBYTES = 100  # about what the tables take for a run
 
 _USE = "rows of short values, and the messages that carry them"
@@ -196,7 +198,9 @@ class Rows(NamedTuple):
         """Sort rows by message. Rows of one message stay in their order, which both ranks compute alike."""
         order = numbers.argsort(kind="stable")
         numbers, places, lengths = numbers[order], places[order], lengths[order]
+        if not len(numbers):
+            return cls(memory, order, places, lengths, {})
         firsts = (numpy.diff(numbers, prepend=-1) != 0).nonzero()[0]
-        sizes = numpy.add.reduceat(lengths, firsts).tolist() if len(firsts) else []
-        messages = dict(zip(numbers[firsts].tolist(), memory.split_with_sizes(sizes), strict=True)) if sizes else {}
+        sizes = numpy.add.reduceat(lengths, firsts).tolist()
+        messages = dict(zip(numbers[firsts].tolist(), memory.split_with_sizes(sizes), strict=True))
         return cls(memory, order, places, lengths, messages)

@@ -114,16 +114,15 @@ class _Batch(NamedTuple):
     @classmethod
     def of(cls, values: ShortValues, kinds: _Kinds, source: End, group: RankGroup) -> _Batch:
         """Copy the rows that this rank sends, and make memory for those that it receives."""
-        here = (values.roots == group.rank).nonzero()[0]
-        of_kind = values.of_kind[here]
-        nbytes = kinds.nbytes[of_kind]
-        of, row = rows_of_kinds(kinds.num_received, of_kind)
+        here = values.at(values.roots == group.rank)
+        nbytes = kinds.nbytes[here.of_kind]
+        of, row = rows_of_kinds(kinds.num_received, here.of_kind)
         senders, places, lengths = kinds.received[:, row]
         senders[senders == _ROOT] = group.rank
         memory = group.world.transport.empty((int(lengths.sum()),), torch.uint8, _CPU)
         arriving = Rows.of(senders, places_of(nbytes)[of] + places, lengths, memory)
         sent = _sent(values, kinds, source, group.rank)
-        return cls(sent, arriving, [values.routes[index] for index in here.tolist()], nbytes)
+        return cls(sent, arriving, here.routes, nbytes)
 
     def items(self, group: RankGroup) -> list[Item]:
         rank = group.rank
@@ -141,8 +140,8 @@ class _Batch(NamedTuple):
 def _sent(values: ShortValues, kinds: _Kinds, source: End, rank: int) -> Rows:
     """Copy the rows that this rank sends from live memory."""
     sends = (kinds.num_sent > 0)[values.of_kind]
-    here = (sends & (~kinds.is_at_root[values.of_kind] | (values.roots == rank))).nonzero()[0]
-    of_kind, chosen = values.of_kind[here], [values.routes[index].value for index in here.tolist()]
+    here = values.at(sends & (~kinds.is_at_root[values.of_kind] | (values.roots == rank)))
+    chosen, of_kind = [route.value for route in here.routes], here.of_kind
     parts = list[torch.Tensor]()
     held = local_parts(chosen, [kinds.bounds[number] for number in of_kind.tolist()], source)
     for value, part in zip(chosen, held, strict=True):
@@ -155,6 +154,6 @@ def _sent(values: ShortValues, kinds: _Kinds, source: End, rank: int) -> Rows:
     of, row = rows_of_kinds(kinds.num_sent, of_kind)
     places, lengths = kinds.sent[:, row]
     memory = empty((int(lengths.sum()),), torch.uint8, _CPU)
-    rows = Rows.of(values.roots[here][of], bases[of] + places, lengths, memory)
+    rows = Rows.of(here.roots[of], bases[of] + places, lengths, memory)
     copy_rows(numpy.frombuffer(live, numpy.uint8), rows.places, memory.numpy(), places_of(rows.lengths), rows.lengths)
     return rows

@@ -113,6 +113,7 @@ class _Batch(NamedTuple):
     among them.
     """
 
+    rank: int
     kinds: _Kinds
     sent: Rows
     arriving: Rows
@@ -127,7 +128,8 @@ class _Batch(NamedTuple):
         holders, places, lengths = kinds.received[:, row]
         memory = group.world.transport.empty((int(lengths.sum()),), torch.uint8, _CPU)
         arriving = Rows.of(chosen.roots[of] * len(kinds.holders) + holders, places, lengths, memory)
-        return cls(kinds, _read(values, kinds, source, group.rank), arriving, chosen, of[arriving.order])
+        sent = _read(values, kinds, source, group.rank)
+        return cls(group.rank, kinds, sent, arriving, chosen, of[arriving.order])
 
     def items(self, group: RankGroup) -> list[Item]:
         rank, holders = group.rank, self.kinds.holders
@@ -138,6 +140,12 @@ class _Batch(NamedTuple):
     def deliver(self, target: End) -> None:
         values, bounds = self.received, [self.kinds.bounds[number] for number in self.received.of_kind.tolist()]
         parts = local_parts([route.value for route in values.routes], bounds, target)
+        for (value, *_), part, (start, stop) in zip(values.routes, parts, bounds, strict=True):
+            if part is not None and (part.numel() != stop - start or not part.is_contiguous()):
+                raise StateError(
+                    f"{value.fqn}: {value.name}: rank {self.rank} needs contiguous memory for {stop - start} elements, and has "
+                    f"memory of shape {list(part.shape)} and strides {list(part.stride())}"
+                )
         rows = self.arriving
         put_rows(rows.memory, places_of(rows.lengths), parts, self.of, rows.places, rows.lengths)
 

@@ -11,7 +11,7 @@ import torch
 from kit.short_values import elements, local, moved, values_of
 
 from fsdp_optim import RankError
-from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, MeshBoxes, Placement, Whole
+from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.move import End, Slice, StateValue, short_scatter
 from fsdp_optim.move import short as short_module
 from fsdp_optim.tensors.memory import Budget
@@ -39,6 +39,7 @@ class Files(End):
     _whole: dict[tuple[object, int], Placement] = field(default_factory=dict)
 
     is_stored = True
+    in_any_order = True
 
     def reader(self, value: StateValue) -> int:
         return int(value.fqn) // 5 % self.world
@@ -225,18 +226,46 @@ def test_a_value_that_a_rank_does_not_need_is_dropped() -> None:
     check(ends, [value for value in values if value.fqn not in ("7", "8")])
 
 
-def test_rows_among_those_of_others_leave_them_alone() -> None:
-    """Parts of a fused parameter lie between other parts, in one memory."""
-    ranks = (0, 1)
-    boxes = tuple((rank, (Block(Box((2 * rank,), (1,)), 0), Block(Box((2 * rank + 1,), (1,)), 3))) for rank in ranks)
-    values = [StateValue(str(number), "exp_avg", torch.float32, Boxes((4,), boxes)) for number in range(6)]
+def test_values_among_others_in_one_memory_leave_them_alone() -> None:
+    """Values of one flat parameter, on ranks that find their own elements at other places of their memory."""
+    values = [StateValue(str(n), "exp_avg", torch.float32, Whole((4,), (0, 1), 3)) for n in range(6)]
+    values += [StateValue(str(n), "exp_avg", torch.float32, FlatChunks((9,), 3, 6, ((0, 1),))) for n in range(6, 20)]
+    fused = {rank: torch.full((20 * 15,), float(PADDING)) for rank in (0, 1)}
 
-    def on_rank() -> Live:
-        target = Live()
-        moved(values, Files(2), target, 64 << 20)
-        return target
+    class InOneMemory(Live):
+        def memory(self, value: StateValue) -> torch.Tensor | None:
+            begin = 15 * int(value.fqn)
+            return fused[world_here().rank][begin : begin + 15]
 
-    check(run_on_threads(on_rank, 2), values)
+    run_on_threads(lambda: moved(values, Files(2), InOneMemory(), 64 << 20), 2)
+    for rank, memory in fused.items():
+        for value in values:
+            wanted, (start, stop) = torch.full((15,), float(PADDING)), value.placement.local_range(rank)
+            run = value.placement.run(value.placement.shard_of(rank) or 0)
+            assert run is not None
+            wanted[start:stop] = elements(value)[run.start : run.stop]
+            got = memory.view(20, 15)[int(value.fqn)]
+            assert torch.equal(got.view(torch.int32), wanted.view(torch.int32)), (rank, value.fqn)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [torch.zeros(3), torch.zeros(8)[::2], torch.zeros(2, 2).t()],
+    ids=["too short", "strided", "transposed"],
+)
+def test_memory_that_cannot_take_the_elements_is_refused(memory: torch.Tensor) -> None:
+    """Bytes are written by address, so nothing else would notice."""
+    values = [StateValue(str(number), "exp_avg", torch.float32, Whole((4,), (0, 1))) for number in range(5)]
+
+    class Odd(Live):
+        def memory(self, value: StateValue) -> torch.Tensor | None:
+            return memory if world_here().rank and value.fqn == "3" else super().memory(value)
+
+    with pytest.raises(
+        RanksFailed, match="3: exp_avg: rank 1 needs contiguous memory for 4 elements, and has memory of"
+    ):
+        run_on_threads(lambda: moved(values, Files(2), Odd(), 64 << 20), 2)
+    assert not memory.any()
 
 
 def test_memory_stays_in_the_budget() -> None:
@@ -297,6 +326,25 @@ def test_memory_side_by_side_is_aligned_and_apart() -> None:
         assert flat.data_ptr() == memory.data_ptr() + base or not flat.numel()
         flat.view(torch.uint8).add_(number)
     assert sorted(memory.tolist()) == [1] * 3 + [2] * 32 + [3] * 10 + [5] + [6] * 32
+
+
+def test_values_of_a_source_that_reads_them_with_others_go_by_windows() -> None:
+    """Where a request costs much, short values are read with the long ones beside them."""
+    values = values_of(3, 5, num=40)
+    long = StateValue("99", "exp_avg", torch.float32, Whole((short_module._MOST_NBYTES,), (0, 1, 2)))
+
+    class WithOthers(Files):
+        in_any_order = False
+
+    def on_rank() -> tuple[Live, Files]:
+        source, target = WithOthers(3), Live()
+        moved([*values, long], source, target, 64 << 20)
+        return target, source
+
+    ends = run_on_threads(on_rank, 3)
+    check([target for target, _ in ends], [*values, long])
+    reader = ends[99 // 5 % 3][1]
+    assert [len(fqns) > 1 for fqns in reader.filled if "99" in fqns] == [True]
 
 
 def test_memory_that_a_plan_leaves_uninitialised_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

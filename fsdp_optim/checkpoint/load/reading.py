@@ -89,8 +89,10 @@ def stored_value(value: StateValue) -> StoredValue:
 class _Reads(NamedTuple):
     """How the ranks read values of one dtype that they need in the cut `other`.
 
-    `cut`: the cut in which they read each; None if it depends on the place of the value in the file, where `num_readers` ranks
-    read it. `together`: the bytes of a file in which one rank is the first reader of all values.
+    Attributes:
+        cut: the cut in which they read each; None if it depends on the place of the value in the file.
+        num_readers: the number of ranks that read each, if `cut` is None.
+        together: the bytes of a file in which one rank is the first reader of all values; equal for all values of a file.
     """
 
     other: Placement
@@ -105,11 +107,11 @@ class _Reads(NamedTuple):
         is_shared = other.num_replicas > 1 or other.overlapping
         is_long = num_ranks * request_nbytes <= value.nbytes
         if not value.nbytes or (not is_shared and is_long and not has_short_rows(other, itemsize, stored.short_nbytes)):
-            return cls(other, in_rows(other, itemsize, stored.short_nbytes), num_ranks, together)
+            return cls(other, in_rows(other, itemsize, stored.short_nbytes), 0, together)
         if value.nbytes < max(_CUT_FROM, 2 * request_nbytes):
             return cls(other, other if num_ranks == 1 else None, 1, together)
         if is_long:
-            return cls(other, in_flat_chunks(other, other.ranks), num_ranks, together)
+            return cls(other, in_flat_chunks(other, other.ranks), 0, together)
         return cls(other, None, value.nbytes // request_nbytes, together)
 
     def first_reader(self, stored: StoredTensor) -> int:
@@ -144,6 +146,11 @@ class CheckpointEnd(End):
     _planned: dict[tuple[int, int], tuple[Placement, Placement, Sequence[Copy]]] = field(default_factory=dict)
 
     is_stored = True
+
+    @property
+    def in_any_order(self) -> bool:
+        """Not where a request costs much: there, short values are read in one request with the long ones beside them."""
+        return not any(request_nbytes for *_, request_nbytes in self._reads)
 
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
         """Return the cut in which the ranks read. Ranks that need the same elements each read a share; short rows: by chunks."""
