@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TypeGuard
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Placement
 from fsdp_optim.registry import ADAPTERS, BUILT_IN_ADAPTERS, named
 from fsdp_optim.tensors.memory import is_plain
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @contextlib.contextmanager
@@ -75,19 +77,25 @@ def is_sharded_value(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and not is_plain(value) and _adapter_of(value) is not None
 
 
-def read_sharded_values(values: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[Placement, torch.Tensor]]:
-    """Return, for each value with its FQN, its placement and this rank's elements as a 1-D tensor."""
-    adapters = [_adapter_of(value) for _, value in values]
-    by_adapter: dict[int, list[int]] = {}
-    for index, adapter in enumerate(adapters):
-        by_adapter.setdefault(id(adapter), []).append(index)
-    answers: dict[int, tuple[Placement, torch.Tensor]] = {}
-    for indices in by_adapter.values():
-        adapter, (fqn, value) = adapters[indices[0]], values[indices[0]]
-        if adapter is None:
-            raise WrapperError(f"{fqn}: no adapter knows how this {type(value).__name__} is cut over ranks")
-        answers.update(zip(indices, adapter.read_sharded_values([values[index] for index in indices]), strict=True))
-    return [answers[index] for index in range(len(values))]
+def read_sharded_values(
+    values: Iterable[tuple[Key, str, object]],
+) -> dict[Key, tuple[Placement, torch.Tensor]]:
+    """Return the placement of each value that is cut over ranks, and this rank's elements as a 1-D tensor.
+
+    `values`: each with its key in the result, and its FQN for errors. Those that are not cut over ranks are left out.
+    """
+    by_adapter: dict[int, tuple[Adapter, list[Key], list[tuple[str, torch.Tensor]]]] = {}
+    for key, fqn, value in values:
+        adapter = _adapter_of(value) if isinstance(value, torch.Tensor) and not is_plain(value) else None
+        if adapter is not None and isinstance(value, torch.Tensor):
+            _, keys, cut = by_adapter.setdefault(id(adapter), (adapter, [], []))
+            keys.append(key)
+            cut.append((fqn, value))
+    return {
+        key: read
+        for adapter, keys, cut in by_adapter.values()
+        for key, read in zip(keys, adapter.read_sharded_values(cut), strict=True)
+    }
 
 
 def _adapter_of(value: torch.Tensor) -> Adapter | None:

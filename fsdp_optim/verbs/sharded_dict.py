@@ -85,20 +85,15 @@ def _all_gather_parts(group: RankGroup, part: DictPart) -> PartsByRanks:
 
 def _describe(part: FullState, group: RankGroup, here: _Here) -> DictPart:
     """Describe this rank's part for the other ranks, and add its elements to `here`."""
-    cut = {
-        (fqn, name): value
-        for fqn, values in part.state.items()
-        for name, value in values.items()
-        if is_sharded_value(value)
-    }
-    read = read_sharded_values([(f"{fqn}: {name}", value) for (fqn, name), value in cut.items()])
-    places = dict(zip(cut, read, strict=True))
+    cut = read_sharded_values(
+        ((fqn, name), f"{fqn}: {name}", value) for fqn, values in part.state.items() for name, value in values.items()
+    )
     return DictPart(
         state=tuple(
             (
                 fqn,
                 tuple(
-                    (name, _value_part((fqn, name), value, places.get((fqn, name)), group, here))
+                    (name, _value_part((fqn, name), value, cut.get((fqn, name)), group, here))
                     for name, value in values.items()
                 ),
             )

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.fsdp1 import Chunks, chunks_of
-from fsdp_optim.adapters.known import is_sharded_value, read_sharded_values
+from fsdp_optim.adapters.known import read_sharded_values
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.load.reading import FlatsEnd, stored_value
 from fsdp_optim.checkpoint.load.targets import Weights
@@ -258,18 +258,15 @@ def _described(group: RankGroup, names: Mapping[str, str], given: Mapping[str, A
     versions = versions_beside(given)
     flats, described, others = dict[str, torch.Tensor](), list[tuple[str, str, Placement]](), dict[str, Any]()
     here = given if group.rank in ranks else {}
-    cut = [
-        (name, value)
-        for name, value in here.items()
-        if is_sharded_value(value) and not is_extra_state(names.get(name, name))
-    ]
-    places = dict(zip([name for name, _ in cut], read_sharded_values(cut), strict=True))
+    cut = read_sharded_values(
+        (name, name, value) for name, value in here.items() if not is_extra_state(names.get(name, name))
+    )
     for name, value in here.items():
         fqn = names.get(name, name)
         if not isinstance(value, torch.Tensor) or is_extra_state(fqn):
             others[fqn] = [versions.get(module_path(name)), value]
         elif fqn not in flats:
-            placement, flats[fqn] = places.get(name) or (Whole(tuple(value.shape), ranks), flatten(value.detach()))
+            placement, flats[fqn] = cut.get(name) or (Whole(tuple(value.shape), ranks), flatten(value.detach()))
             described.append((fqn, dtype_name(value.dtype), placement))
     everything: Described = tuple(described)
     if options.broadcast:

@@ -202,10 +202,9 @@ def _check_alike(live: Mapping[str, _Live], given: Mapping[str, _Described]) -> 
 
 def _sources(moved: Mapping[str, torch.Tensor], ranks: tuple[int, ...]) -> dict[str, tuple[Placement, torch.Tensor]]:
     """Return the placement of each value, and this rank's elements. `ranks`: those that have a full value."""
-    cut = [(name, value) for name, value in moved.items() if is_sharded_value(value)]
-    places = dict(zip([name for name, _ in cut], read_sharded_values(cut), strict=True))
+    cut = read_sharded_values((name, name, value) for name, value in moved.items())
     return {
-        name: places[name] if name in places else (Whole(tuple(value.shape), ranks), flatten(value.detach()))
+        name: cut.get(name) or (Whole(tuple(value.shape), ranks), flatten(value.detach()))
         for name, value in moved.items()
     }
 

@@ -99,9 +99,9 @@ def _gathered(
 ) -> dict[str, torch.Tensor]:
     """Return the full tensors of sharded values on the recipients; an empty dict on the other ranks."""
     flats, described = dict[str, torch.Tensor](), list[tuple[str, str, Placement]]()
-    for (name, value), (placement, flat) in zip(cut.items(), read_sharded_values([*cut.items()]), strict=True):
+    for name, (placement, flat) in read_sharded_values((name, name, value) for name, value in cut.items()).items():
         flats[name] = flat
-        described.append((name, dtype_name(value.dtype), placement))
+        described.append((name, dtype_name(cut[name].dtype), placement))
     values = [
         StateValue(name, "", dtype_named(dtype), placement)
         for name, dtype, placement in of_all_ranks(group, tuple(described))
