@@ -74,7 +74,7 @@ def _is_adapter(value: object) -> bool:
 
 def is_sharded_value(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether a state value is cut over ranks."""
-    return isinstance(value, torch.Tensor) and not is_plain(value) and _adapter_of(value) is not None
+    return _adapter_of(value) is not None
 
 
 def read_sharded_values(
@@ -86,7 +86,7 @@ def read_sharded_values(
     """
     by_adapter: dict[int, tuple[Adapter, list[Key], list[tuple[str, torch.Tensor]]]] = {}
     for key, fqn, value in values:
-        adapter = _adapter_of(value) if isinstance(value, torch.Tensor) and not is_plain(value) else None
+        adapter = _adapter_of(value)
         if adapter is not None and isinstance(value, torch.Tensor):
             _, keys, cut = by_adapter.setdefault(id(adapter), (adapter, [], []))
             keys.append(key)
@@ -98,5 +98,8 @@ def read_sharded_values(
     }
 
 
-def _adapter_of(value: torch.Tensor) -> Adapter | None:
+def _adapter_of(value: object) -> Adapter | None:
+    """Return the adapter of the wrapper that has cut a value over ranks; None for any other value."""
+    if not isinstance(value, torch.Tensor) or is_plain(value):
+        return None
     return next((a for a in all_adapters() if a.is_present() and a.is_sharded_value(value)), None)

@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 _MOST_NBYTES = 64 << 10  # of a complete short value
 _MOST_RUNS = 16  # of a shard
 _LEAST_BUDGET = 8 << 20  # bytes; with less, each batch would have few values, and the ranks meet before each
-_COPIES = (
-    5  # of the elements of a batch: as they are read, by rank, as they arrive, as they are written, and on the way
-)
+_COPIES = 5  # of the elements of a batch: as read, by rank, as they arrive, as written, and on the way there
 _RUN_NBYTES = 100  # about what the tables take for a run
 
 _USE = "rows of short values, and the messages that carry them"

@@ -122,7 +122,7 @@ class _Batch(NamedTuple):
 
     @classmethod
     def of_values(cls, values: ShortValues, kinds: _Kinds, source: End, group: RankGroup) -> _Batch:
-        """Read the values of which this rank is the root, and make memory for the rows that it receives."""
+        """Read the values that this rank sends to others, and make memory for the rows that it receives."""
         chosen = values.at(kinds.num_received[values.of_kind] > 0)
         of, row = rows_of_kinds(kinds.num_received, chosen.of_kind)
         holders, places, lengths = kinds.received[:, row]
@@ -151,7 +151,7 @@ class _Batch(NamedTuple):
 
 
 def _read(values: ShortValues, kinds: _Kinds, source: End, rank: int) -> Rows:
-    """Read the values of which this rank is the root, and copy their rows by the ranks that hold them."""
+    """Read the values that this rank sends, and copy their rows into one message for each set of ranks with the same shards."""
     here = values.at(values.roots == rank)
     sizes = [route.value.placement.numel for route in here.routes]
     complete, flats, bases = empty_side_by_side(sizes, [route.value.dtype for route in here.routes])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -78,6 +79,24 @@ def values_of(world: int, seed: int, num: int = 120) -> list[StateValue]:
             placement = cuts(world)[way](shape)  # equal, and not the same object
         values.append(StateValue(str(number), "exp_avg", chosen.choice(DTYPES), placement))
     return values
+
+
+@dataclass
+class OnOneRank(End):
+    """A stored end that has each value on one rank, which the value's number gives."""
+
+    world: int
+    _whole: dict[tuple[object, int], Placement] = field(default_factory=dict)
+
+    is_stored = True
+    in_any_order = True
+
+    def rank_of(self, value: StateValue) -> int:
+        return int(value.fqn) // 5 % self.world
+
+    def io_placement(self, value: StateValue, other: Placement) -> Placement:
+        key = other.shape, self.rank_of(value)
+        return self._whole.setdefault(key, Whole(*key[:1], (key[1],)))  # type: ignore[arg-type]
 
 
 def moved(values: Sequence[StateValue], source: End, target: End, nbytes: int) -> None:

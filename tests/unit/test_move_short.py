@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from kit.short_values import elements, local, moved, values_of
+from kit.short_values import OnOneRank, elements, local, moved, values_of
 
 from fsdp_optim import RankError
-from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, MeshBoxes, Placement, Whole
+from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, MeshBoxes, Placement
 from fsdp_optim.move import CompleteValues, End, Parts, Slice, StateValue
 from fsdp_optim.move import short as short_module
 from fsdp_optim.tensors.memory import Budget
@@ -34,26 +34,14 @@ class Live(End):
 
 
 @dataclass
-class Files(End):
+class Files(OnOneRank):
     """Each value is needed by one rank, which the value's number gives; what arrives is kept by FQN."""
 
-    world: int
     as_slices: bool = False
     fails_on: int | None = None
     written: dict[str, bytes] = field(default_factory=dict)
     num_packed: int = 0
     most_nbytes: int = 0
-    _whole: dict[tuple[object, int], Placement] = field(default_factory=dict)
-
-    is_stored = True
-    in_any_order = True
-
-    def writer(self, value: StateValue) -> int:
-        return int(value.fqn) // 5 % self.world
-
-    def io_placement(self, value: StateValue, other: Placement) -> Placement:
-        key = other.shape, self.writer(value)
-        return self._whole.setdefault(key, Whole(*key[:1], (key[1],)))  # type: ignore[arg-type]
 
     def drain(self, parts: Sequence[Slice]) -> None:
         for part in parts:
@@ -79,7 +67,7 @@ class Files(End):
             self.note(value, data[start : start + nbytes])
 
     def note(self, value: StateValue, data: bytes) -> None:
-        assert self.writer(value) == world_here().rank
+        assert self.rank_of(value) == world_here().rank
         self.written[value.fqn] = self.written.get(value.fqn, b"") + data  # windows of it, where nothing is sent
 
 

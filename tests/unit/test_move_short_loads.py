@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.short_values import elements, local, moved, values_of
+from kit.short_values import OnOneRank, elements, local, moved, values_of
 
 from fsdp_optim import RankError
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
@@ -29,24 +29,12 @@ class OnDevice(torch.Tensor):
 
 
 @dataclass
-class Files(End):
+class Files(OnOneRank):
     """Each value is read by one rank, which the value's number gives. `filled`: the FQNs that each call of `fill` reads."""
 
-    world: int
     fails_on: int | None = None
     filled: list[list[str]] = field(default_factory=list)
     most_nbytes: int = 0
-    _whole: dict[tuple[object, int], Placement] = field(default_factory=dict)
-
-    is_stored = True
-    in_any_order = True
-
-    def reader(self, value: StateValue) -> int:
-        return int(value.fqn) // 5 % self.world
-
-    def io_placement(self, value: StateValue, other: Placement) -> Placement:
-        key = other.shape, self.reader(value)
-        return self._whole.setdefault(key, Whole(*key[:1], (key[1],)))  # type: ignore[arg-type]
 
     def fill(self, slices: Sequence[Slice]) -> None:
         if self.fails_on == world_here().rank:
@@ -55,7 +43,7 @@ class Files(End):
         self.filled += [[part.value.fqn for part in here]] if here else []
         self.most_nbytes = max(self.most_nbytes, sum(part.flat.nbytes for part in here if part.flat is not None))
         for part in here:
-            assert self.reader(part.value) == world_here().rank
+            assert self.rank_of(part.value) == world_here().rank
             assert part.flat is not None
             assert part.flat.dtype == part.value.dtype
             part.flat.copy_(elements(part.value)[part.start : part.start + part.flat.numel()])
@@ -63,7 +51,7 @@ class Files(End):
 
 @dataclass
 class Live(End):
-    """Memory full of padding, which a move must leave alone. `spare`: elements after those of each value."""
+    """Memory full of padding, which a move must leave alone."""
 
     fails_on: int | None = None
     lacks: str = ""
