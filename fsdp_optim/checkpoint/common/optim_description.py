@@ -32,16 +32,19 @@ def describe(state: SavedHalf, stored: Mapping[str, StoredTensor]) -> SavedOptim
         tensors.setdefault(value.fqn, {})[value.name] = stored[value.stored_name]
     entries: dict[str, dict[Any, Any]] = {}
     kinds: dict[str, dict[Any, str]] = {}
+    shared: dict[int, dict[Any, str]] = {}  # by the id of a summary, which many parameters have in common
     for fqn, param in state.global_state.params.items():
         summary, in_files = param.summary, tensors.get(fqn, {})
         if summary is None:
             entries[fqn] = {}
             continue
-        values, words = entries[fqn], kinds[fqn] = dict[Any, Any](), dict[Any, str]()
         if len(in_files) == len(summary.names):  # nearly always
-            words.update(summary.kinds)
-            values.update({name: in_files[name] for name in words})
+            words = shared.get(id(summary))
+            if words is None:
+                words = shared[id(summary)] = dict(summary.kinds)
+            entries[fqn], kinds[fqn] = {name: in_files[name] for name in words}, words
             continue
+        values, words = entries[fqn], kinds[fqn] = dict[Any, Any](), dict[Any, str]()
         scalars = dict(summary.scalars)
         for name, kind in summary.kinds:
             if name in in_files:

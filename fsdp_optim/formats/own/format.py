@@ -135,10 +135,11 @@ class OwnWriter(Writer):
             described = contents.optim.params
             is_plain = values["params"] is described  # as `encoded` leaves those that text alone describes
             others = [] if is_plain else [fqn for fqn, param in described.items() if not is_text_alone(param)]
-            optim = msgspec.Raw(canonical_optim(values, plain=not others))
+            text = canonical_optim(values, plain=not others)
+            optim = msgspec.Raw(text)
             read_back = _read_back(contents.optim, values, tensors, others, allow_pickle=allow_pickle, records=records)
             if not tensors:
-                _check_text(values, bytes(optim))
+                _check_text(values, text)
             if tensors:  # JSON in the manifest cannot contain tensors
                 value, optim = to_plain(contents.optim), None
                 files[DESCRIPTION_FILE] = encode_extra("optim", value, allow_pickle=allow_pickle, records=records)
