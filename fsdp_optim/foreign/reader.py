@@ -8,14 +8,15 @@ strips what wrappers add to names, and reads the elements that a rank needs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
 
 from fsdp_optim.errors import CheckpointError, ReplacedError
-from fsdp_optim.formats.base.bools import check_bytes
+from fsdp_optim.formats.base.bools import BoolRanges
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents, without_overlaps
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, SavedOptim, StoredExtra, StoredOptim, stored_in
@@ -85,6 +86,14 @@ class ForeignFormat(Format):
 
     def sequence_in(self, opened: Opened) -> int:
         return 0
+
+
+class LazyTensors(Mapping[str, StoredTensor]):
+    """Tensors that are made when they are asked for, each time anew."""
+
+    @abstractmethod
+    def of_dtype(self, dtype: str) -> Iterable[StoredTensor]:
+        """Return the tensors of a dtype; no others are made."""
 
 
 @dataclass(frozen=True)
@@ -246,11 +255,8 @@ class ForeignReader:
                 section = DataSection(path, fill, source.first_byte, _no_names, self.opened.num_requests)
                 for apart in without_overlaps(ranges):
                     read_extents(section, apart, None, did_read)
-            for extent in ranges if name in self._bools else ():
-                for start, stop, key in self._bools[name]:
-                    first, last = max(start, extent.start), min(stop, extent.stop)
-                    if first < last:
-                        check_bytes(path, key, extent.memory[first - extent.start : last - extent.start])
+            if name in self._bools:
+                self._bools[name].check(path, ranges)
 
     def _made(self, name: str, source: Source) -> memoryview | None:
         """Return the bytes of a source without a file. A thread keeps one, so that many do not fill the memory."""
@@ -262,13 +268,14 @@ class ForeignReader:
         return last.data if source.memory is not None else None
 
     @cached_property
-    def _bools(self) -> Mapping[str, Sequence[tuple[int, int, str]]]:
-        """By file, the first and last byte of each bool tensor, and its key."""
+    def _bools(self) -> Mapping[str, BoolRanges]:
+        """The bytes of the bool tensors, by file."""
         by_file: dict[str, list[tuple[int, int, str]]] = {}
-        for stored in (*self.model.values(), *self.optim.values()):
-            for name, start, nbytes in _places(stored) if stored.dtype == "bool" else ():
-                by_file.setdefault(name, []).append((start, start + nbytes, stored.key))
-        return by_file
+        for tensors in (self.model, self.optim, self.trees):
+            for stored in _of_dtype(tensors, "bool"):
+                for name, start, nbytes in _places(stored):
+                    by_file.setdefault(name, []).append((start, start + nbytes, stored.key))
+        return {name: BoolRanges(ranges) for name, ranges in by_file.items()}
 
     def all_files(self) -> list[str]:
         """Return the files that have been read, or will be."""
@@ -358,6 +365,12 @@ def _are_text(keys: Sequence[Any]) -> bool:
 def _no_names(start: int, stop: int) -> str:
     """Return the tensors in a range, which only errors about checksums name; these files have none."""
     return "a tensor"
+
+
+def _of_dtype(tensors: Mapping[str, StoredTensor], dtype: str) -> Iterable[StoredTensor]:
+    if isinstance(tensors, LazyTensors):
+        return tensors.of_dtype(dtype)
+    return (stored for stored in tensors.values() if stored.dtype == dtype)
 
 
 def _places(stored: StoredTensor) -> Iterator[tuple[str, int, int]]:

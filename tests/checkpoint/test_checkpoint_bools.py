@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from kit.checkpoint_format import MANIFEST, all_bytes, read_safetensors
 from kit.compare import check_refused, check_same, error_text
 from kit.local_parts import local_of
@@ -24,8 +25,7 @@ from soak.mutators import repair
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.formats.base.bools import BOOL, check_bools
-from fsdp_optim.formats.base.header_entries import HeaderEntry
+from fsdp_optim.formats.base.bools import BoolRanges
 from fsdp_optim.plugins import Extent
 from fsdp_optim.testing import run_on_ranks
 
@@ -204,16 +204,86 @@ class BoolsTest(unittest.TestCase):
 
     def test_ranges_of_a_file(self) -> None:
         """Every byte of every range, where ranges begin and end in, before and after tensors of bools."""
-        entries = [
-            HeaderEntry(f"b{start}", BOOL, (stop - start,), start, stop) for start, stop in ((2, 3), (5, 5), (5, 8))
-        ]
-        bools = {at: entry.key for entry in entries for at in range(entry.start, entry.stop)}
+        listed = [(start, stop, f"b{start}") for start, stop in ((5, 8), (2, 3), (5, 5))]
+        bools = {at: key for start, stop, key in listed for at in range(start, stop)}
+        ranges = BoolRanges(listed)
         for start, stop, odd in itertools.product(range(10), range(10), range(10)):
             data = bytes(2 if at == odd else 1 for at in range(start, stop))
             key = bools.get(odd) if start <= odd < stop else None
             extents = [Extent(0, memoryview(b"")), Extent(start, memoryview(data))]
-            kind, text = error_text(lambda extents=extents: check_bools(Path("file"), entries, extents))
+            kind, text = error_text(lambda extents=extents: ranges.check("file", extents))
             self.assertEqual((kind, f"file: {key} is" in text), ("CheckpointError" if key else "", key is not None))
+
+    def test_tensors_that_share_bytes(self) -> None:
+        ranges = BoolRanges([(0, 10, "long"), (1, 2, "short"), (6, 7, "inside")])
+        for odd, first, key in ((9, 3, "long"), (1, 0, "long"), (6, 6, "long")):
+            data = memoryview(bytes(2 if at == odd else 0 for at in range(first, 10)))
+            _, text = error_text(lambda first=first, data=data: ranges.check("file", [Extent(first, data)]))
+            self.assertIn(f"file: {key} is a bool tensor", text)
+
+    def test_many_reads_of_many_tensors(self) -> None:
+        """A read is compared with few of the tensors: a file may have as many of both."""
+        num = 0
+
+        class Counted(int):
+            def __lt__(self, other: int) -> bool:
+                nonlocal num
+                num += 1
+                return int(self) < other
+
+            __gt__ = __ge__ = __le__ = __lt__
+
+        ranges = BoolRanges([(at, at + 1, f"b{at}") for at in range(1000)])
+        for at in range(1000):
+            extent = Extent(Counted(at), memoryview(b"\2"))
+            _, text = error_text(lambda extent=extent: ranges.check("file", [extent]))
+            self.assertIn(f"file: b{at} is a bool tensor", text)
+        self.assertLess(num, 20 * 1000)
+
+    def test_in_values_of_torch_files(self) -> None:
+        """The values of the trainer, which are read whole: in a file of torch, and in an item of a DCP folder."""
+        odd, model = torch.arange(29) % 6 == 0, nn.Linear(3, 1)
+        data = odd.view(torch.uint8).numpy().tobytes()
+        tree = {"model": model.state_dict(), "mine": (odd, 3)}
+        self.folder.mkdir()
+        torch.save(tree, self.folder / "file.pt")
+        torch.distributed.checkpoint.save(tree, checkpoint_id=self.folder / "dcp")
+        for path, where in ((self.folder / "file.pt",) * 2, (self.folder / "dcp/__0_0.distcp", self.folder / "dcp")):
+            good = path.read_bytes()
+            self.assertIn(data, good)
+            for at in (0, len(odd) - 1):
+                path.write_bytes(good.replace(data, data[:at] + b"\3" + data[at + 1 :]))
+                kind, text = error_text(lambda where=where: fsdp_optim.load(where, model))
+                self.assertEqual(kind, "CheckpointError", text)
+                self.assertIn(f"{path}: the tensor at byte ", text)
+                self.assertIn("is a bool tensor, and one of its bytes is 3", text)
+            path.write_bytes(good)
+            self.assertTrue(torch.equal(fsdp_optim.load(where, model).state["mine"][0], odd))
+
+    def test_in_files_of_dcp(self) -> None:
+        """They have no checksums: in weights, in the optimizer's state, and in a tree of `state=`."""
+        size = 37
+        patterns = {key: torch.arange(size) % every == 0 for key, every in (("mask", 2), ("seen", 3), ("tree.deep", 5))}
+        model = nn.Linear(size, 1, bias=False)
+        model.register_buffer("mask", patterns["mask"].clone())
+        optim = torch.optim.SGD(model.parameters(), momentum=0.9)
+        optim.state[model.weight]["seen"] = patterns["seen"].clone().view(1, size)
+        tree = {"tree": {"deep": patterns["tree.deep"].clone()}}
+        fsdp_optim.save(self.folder, model, optim, state=tree, format="dcp")
+        for key, pattern in patterns.items():
+            data = pattern.view(torch.uint8).numpy().tobytes()
+            (path,) = (file for file in self.folder.glob("*.distcp") if data in file.read_bytes())
+            good = path.read_bytes()
+            for at in (0, size - 1):
+                path.write_bytes(good.replace(data, data[:at] + b"\2" + data[at + 1 :]))
+                empty = {"tree": {"deep": torch.zeros(size, dtype=torch.bool)}}
+                kind, text = error_text(lambda empty=empty: fsdp_optim.load(self.folder, model, optim, state=empty))
+                self.assertEqual(kind, "CheckpointError", (key, text))
+                self.assertIn("is a bool tensor, and one of its bytes is 2", text)
+                self.assertIn(f"{key} is ", text)
+                self.assertFalse(empty["tree"]["deep"].any())
+            path.write_bytes(good)
+        fsdp_optim.load(self.folder, model, optim, state=tree)
 
 
 if __name__ == "__main__":

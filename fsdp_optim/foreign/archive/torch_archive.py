@@ -25,6 +25,7 @@ from fsdp_optim.foreign.archive.torch_globals import Storage, TensorMaker, Tenso
 from fsdp_optim.foreign.archive.tree import check_tree, mapped
 from fsdp_optim.foreign.archive.zip_records import ZIP, FilePart, Records
 from fsdp_optim.foreign.reader import Source
+from fsdp_optim.formats.base.bools import check_bytes
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.unread import Unread
@@ -277,5 +278,8 @@ def read_tensor(opened: Opened, sources: Mapping[str, Source], stored: StoredTen
         data = memoryview(opened.read(source.file, source.first_byte + stored.start, nbytes))
     else:
         data = data[stored.start : stored.start + nbytes]
-    with as_checkpoint_error(opened.named(source.file or stored.file)):
+    where = opened.named(source.file or stored.file)
+    if dtype is torch.bool:
+        check_bytes(where, stored.key or f"the tensor at byte {stored.start}", data)
+    with as_checkpoint_error(where):
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(stored.shape)

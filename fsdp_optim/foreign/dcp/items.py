@@ -18,6 +18,7 @@ from fsdp_optim.foreign.archive.torch_archive import TorchArchive, read_archive
 from fsdp_optim.foreign.dcp.safetensors_items import SafetensorsInside
 from fsdp_optim.foreign.dcp.tensor_table import ItemPlace, Tensor
 from fsdp_optim.foreign.reader import Archive, Source
+from fsdp_optim.formats.base.bools import check_bytes
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.unread import unread_in
 from fsdp_optim.layout import Shape
@@ -69,6 +70,8 @@ class Items:
             if place is not None:
                 dtype, made = dtype_named(tensor.dtype), torch.empty(sizes, dtype=dtype_named(tensor.dtype))
                 data = bytearray(self._opened.read(*place, made.numel() * dtype.itemsize))
+                if dtype is torch.bool:
+                    check_bytes(self._opened.named(place[0]), key, data)
                 tensors[key] = torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(sizes)
         return tensors
 
@@ -170,7 +173,10 @@ def read_values(opened: Opened, items: Mapping[str, ItemPlace], *, allow_pickle:
                 known[part] = _archive(keys[0], _Part(opened, place[1], part), items[keys[0]])
             archive = known[part]
             for key in keys:
-                values[key] = archive.materialised(archive.unpickled() if allow_pickle else archive.value)
+                try:
+                    values[key] = archive.materialised(archive.unpickled() if allow_pickle else archive.value)
+                except CheckpointError as error:
+                    raise _naming(error, key, items[key]) from error
     return values
 
 
@@ -201,7 +207,11 @@ def _archive(name: str, opened: Opened, item: ItemPlace) -> TorchArchive:
     try:
         return read_archive(opened, item.file, start=item.start, nbytes=item.nbytes)
     except CheckpointError as error:
-        raise CheckpointError(f"{error} ({name} is there, at byte {item.start})") from error
+        raise _naming(error, name, item) from error
+
+
+def _naming(error: CheckpointError, name: str, item: ItemPlace) -> CheckpointError:
+    return CheckpointError(f"{error} ({name} is there, at byte {item.start})")
 
 
 def unread_class_in(value: Any) -> str:

@@ -9,12 +9,13 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.dcp.boxes import Cuts
 from fsdp_optim.foreign.dcp.items import Items, LazyChunkPlaces
 from fsdp_optim.foreign.dcp.tensor_table import TensorTable
+from fsdp_optim.foreign.reader import LazyTensors
 from fsdp_optim.formats.base.protocols import Chunks, StoredTensor
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.tensors.memory import dtype_named
 
 
-class StoredTable(Mapping[str, StoredTensor]):
+class StoredTable(LazyTensors):
     """The tensors of a table, without their elements.
 
     `keys`: for names that are not the keys of the table, the key of each; None: the keys are the names.
@@ -65,6 +66,11 @@ class StoredTable(Mapping[str, StoredTensor]):
                 is_checked=True,
             ),
         )
+
+    def of_dtype(self, dtype: str) -> list[StoredTensor]:
+        keys = {*self._table.keys_of_dtype(dtype)}
+        names = keys if self._keys is None or not keys else [name for name, key in self._keys.items() if key in keys]
+        return [self[name] for name in names]
 
     def __contains__(self, name: object) -> bool:
         return name in (self._table if self._keys is None else self._keys)

@@ -142,6 +142,11 @@ class TensorTable(Mapping[str, Tensor]):
         keys = list(self._row_of)
         return [keys[row] for row in rows]
 
+    def keys_of_dtype(self, dtype: str) -> list[str]:
+        if dtype not in self.dtypes:
+            return []
+        return self.keys_of(numpy.flatnonzero(self.columns.dtypes == self.dtypes.index(dtype)).tolist())
+
     def keys_of_chunks(self, numbers: Sequence[int]) -> list[str]:
         """Return the keys of the tensors that have these chunks."""
         return self.keys_of(numpy.searchsorted(self.columns.ends, numbers, side="right").tolist())

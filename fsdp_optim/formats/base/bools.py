@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable
 
 import numpy
 import torch
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.extents import Extent
-from fsdp_optim.formats.base.header_entries import HeaderEntry
 from fsdp_optim.tensors.memory import is_plain
 
 BOOL = "BOOL"
 """The name of the bool dtype in a header."""
 
 
-def check_bools(path: str, entries: Sequence[HeaderEntry], extents: Sequence[Extent]) -> None:
-    """Refuse bytes other than 0 and 1 in ranges of a file's data section. `entries`: the bool tensors in the order of their
-    bytes.
+class BoolRanges:
+    """The bytes of the bool tensors of one file. Looked up by bisection: thousands of reads may meet thousands of tensors."""
 
-    Raises CheckpointError that names the file and the tensor.
-    """
-    for extent in extents if entries else ():
-        first = bisect.bisect_right(entries, extent.start, key=lambda entry: entry.stop)
-        for entry in entries[first:]:
-            if entry.start >= extent.stop:
-                break
-            check_bytes(path, entry.key, extent.memory[max(entry.start - extent.start, 0) : entry.stop - extent.start])
+    def __init__(self, ranges: Iterable[tuple[int, int, str]]) -> None:
+        """`ranges`: the bytes [start, stop) of each tensor, and its key. Tensors may share bytes."""
+        self._ranges = sorted(ranges)
+        self._starts = [start for start, *_ in self._ranges]
+        self._reached = list(itertools.accumulate((stop for _, stop, _ in self._ranges), max))
+
+    def check(self, path: str, extents: Iterable[Extent]) -> None:
+        """Refuse bytes other than 0 and 1 in ranges of the file. Raises CheckpointError that names the file and the tensor."""
+        for extent in extents if self._ranges else ():
+            first = bisect.bisect_right(self._reached, extent.start)
+            last = bisect.bisect_left(self._starts, extent.stop)
+            for start, stop, key in self._ranges[first:last]:
+                check_bytes(path, key, extent.memory[max(start - extent.start, 0) : max(stop - extent.start, 0)])
 
 
-def check_bytes(path: str, key: str, data: bytes | memoryview) -> None:
+def check_bytes(path: str, key: str, data: bytes | bytearray | memoryview) -> None:
     """Refuse bytes other than 0 and 1 in the data of one bool tensor. Raises CheckpointError."""
     largest = int(numpy.frombuffer(data, dtype=numpy.uint8).max(initial=0))
     if largest > 1:

@@ -13,13 +13,12 @@ import msgspec
 import torch
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base.bools import BOOL, check_bools
+from fsdp_optim.formats.base.bools import BOOL, BoolRanges
 from fsdp_optim.formats.base.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
 from fsdp_optim.formats.base.description import decoded
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents
 from fsdp_optim.formats.base.header import ReadHeader, length_of_header, parse_header
-from fsdp_optim.formats.base.header_entries import HeaderEntry
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, SavedOptim, StoredExtra, StoredOptim
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import Half, replaced_error
@@ -66,9 +65,8 @@ class StoredFile:
     num_segments: int = 0
 
     @cached_property
-    def bools(self) -> tuple[HeaderEntry, ...]:
-        """The bool tensors, in the order of their bytes."""
-        return tuple(self.header.entries.of_code(BOOL))
+    def bools(self) -> BoolRanges:
+        return BoolRanges((entry.start, entry.stop, entry.key) for entry in self.header.entries.of_code(BOOL))
 
     @property
     def short_nbytes(self) -> int:
@@ -264,7 +262,7 @@ class Checkpoint:
                     self.opened.named(name), fill, file.offset, file.header.tensors_in, self.opened.num_requests
                 )
                 read_extents(section, ranges, sums, did_read)
-                check_bools(section.name, file.bools, ranges)
+                file.bools.check(section.name, ranges)
 
     def complete(self, stored: StoredTensor) -> torch.Tensor:
         """Read one tensor completely, on the CPU."""
