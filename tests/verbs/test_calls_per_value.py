@@ -31,7 +31,15 @@ VIEWS = [View("{u}.{i}.weight", "(q + k + v) c", {f"{{u}}.{{i}}.{part}": f"{part
 
 # Calls of functions, in Python and C, that each further value takes on the rank that makes most.
 MOST = {
-    "FSDP2": {"save": 149, "load": 143, "gather": 96, "stall": 149, "set_state_dict": 415},
+    "FSDP2": {
+        "save": 149,
+        "load": 143,
+        "gather": 96,
+        "stall": 149,
+        "set_state_dict": 415,
+        "save of DCP": 242,
+        "load of DCP": 412,
+    },
     "FSDP1": {"save": 139, "load": 147, "gather": 75, "stall": 138},
     "fairscale": {"save": 115, "load": 108, "gather": 52, "stall": 113},
     "DDP": {"save": 184, "load": 154, "gather": 97, "stall": 183},
@@ -123,7 +131,9 @@ def calls_of(wrapper: str, num_params: int, path: str, handles: list[Any]) -> di
         "gather": lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, options=call),
         "stall": stall,
     }
-    if "set_state_dict" in MOST[wrapper]:
+    if wrapper == "FSDP2":
+        calls["save of DCP"] = lambda: fsdp_optim.save(f"{path}-dcp", model, optim, overwrite=True, format="dcp")
+        calls["load of DCP"] = lambda: fsdp_optim.load(f"{path}-dcp", model, optim)
         weights, state = dcp.get_state_dict(model, optim)
         calls["set_state_dict"] = lambda: dcp.set_state_dict(
             model, optim, model_state_dict=weights, optim_state_dict=state
@@ -132,7 +142,7 @@ def calls_of(wrapper: str, num_params: int, path: str, handles: list[Any]) -> di
 
 
 def count(wrapper: str, folder: str) -> dict[str, list[int]]:
-    """The calls of each of four calls of the library, with few and with many parameters, in the second round."""
+    """The calls of each call of the library, with few and with many parameters, in the second round."""
     with fairscale_on_cpu():
         return _counted(wrapper, folder)
 

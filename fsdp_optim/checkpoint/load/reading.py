@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -17,7 +17,7 @@ from fsdp_optim.checkpoint.common.local_extents import LocalExtent, LocalMemory,
 from fsdp_optim.checkpoint.load.short_ranges import SHORT_NBYTES, ShortRanges
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import StoredTensor, TensorReader
-from fsdp_optim.layout import Placement, Whole
+from fsdp_optim.layout import STORAGE, Placement, Whole
 from fsdp_optim.move import End, Slice, StateValue
 from fsdp_optim.plan import Copy, Plans, clip_to_target, copies_into, replica_of, runs_of
 from fsdp_optim.tensors.memory import Budget, dtype_named, flatten
@@ -242,12 +242,16 @@ def _rounds(parts: Sequence[Slice]) -> list[list[Slice]]:
     return rounds
 
 
-class _Alike(NamedTuple):
-    """Parts that are stored and cut alike: the ranges of each, and the bytes of the tensor that it is a part of."""
+_Range: TypeAlias = tuple[int, int, int]
+"""The byte of a stored piece of a tensor, the byte of the memory of a part, and the number of bytes."""
 
-    ranges: Sequence[tuple[int, int, int]]
+
+class _Alike(NamedTuple):
+    """Parts that are stored and cut alike: the ranges of each in one piece of a tensor, and the bytes of that piece."""
+
+    ranges: Sequence[_Range]
     nbytes: int
-    firsts: list[int]  # the byte at which the tensor of each part begins
+    firsts: list[int]  # the byte at which the piece begins that each part is in
     memory: list[int]  # the address of the memory of each
 
 
@@ -257,6 +261,7 @@ class _Ranges:
     def __init__(self, end: CheckpointEnd) -> None:
         self._end, self._num = end, 0
         self._alike: dict[tuple[Any, ...], _Alike] = {}
+        self._in_chunks: dict[tuple[Any, ...], tuple[Placement, Placement, Mapping[int, Sequence[_Range]]]] = {}
 
     def take(self, parts: Sequence[Slice]) -> list[Slice]:
         """Take parts, which the caller keeps, and read them now and then. Returns those that are to be read by themselves: on a
@@ -268,33 +273,58 @@ class _Ranges:
         for part in parts:
             value, cut, flat, start, _ = part
             stored = value.stored if isinstance(value, StoredValue) else stored_value(value).stored
-            if flat is None or stored.request_nbytes or stored.chunks is not None or not on_host(flat):
+            if flat is None or stored.request_nbytes or not on_host(flat):
                 others.append(part)
                 continue
-            key = stored.file, id(cut), stored.shape, value.dtype, start, flat.numel()
-            alike = self._alike.get(key)
-            if alike is None:
-                nbytes = prod(stored.shape) * stored.itemsize
-                alike = self._alike[key] = _Alike(self._ranges_of(part, stored), nbytes, [], [])
-            if not alike.ranges:
+            if stored.chunks is not None:
+                num = self._take_chunks(part, flat, stored, stored.chunks.placement)
+            else:
+                key = stored.file, id(cut), stored.shape, value.dtype, start, flat.numel()
+                alike = self._alike.get(key)
+                if alike is None:
+                    nbytes, by_rank = prod(stored.shape) * stored.itemsize, self._ranges_of(part, stored)
+                    alike = self._alike[key] = _Alike(by_rank.get(STORAGE, ()), nbytes, [], [])
+                num = len(alike.ranges)
+                if num:
+                    alike.firsts.append(stored.start)
+                    alike.memory.append(flat.data_ptr())
+            self._num += num
+            if not num:
                 others.append(part)
-                continue
-            alike.firsts.append(stored.start)
-            alike.memory.append(flat.data_ptr())
-            self._num += len(alike.ranges)
-            if self._num >= _MOST_RANGES:
+            elif self._num >= _MOST_RANGES:
                 self.read()
         return others
 
-    def _ranges_of(self, part: Slice, stored: StoredTensor) -> Sequence[tuple[int, int, int]]:
-        """Return (byte of the tensor, byte of the memory, number of bytes) of each range; nothing if they are not short."""
+    def _take_chunks(self, part: Slice, flat: torch.Tensor, stored: StoredTensor, placement: Placement) -> int:
+        """Take a part of a tensor that is stored in several pieces. Returns the number of its ranges; 0: they are not short."""
+        key = id(placement), id(part.cut), part.value.dtype, part.start, flat.numel()
+        kind = self._in_chunks.get(key)
+        if kind is None:
+            by_rank = self._ranges_of(part, stored)
+            kind = self._in_chunks[key] = placement, part.cut, by_rank  # references that keep the ids unique
+        num = 0
+        for rank, ranges in kind[2].items():
+            file, start = stored.place_on(rank)
+            of_piece = file, rank, key
+            alike = self._alike.get(of_piece)
+            if alike is None:
+                alike = self._alike[of_piece] = _Alike(ranges, placement.numel_on(rank) * stored.itemsize, [], [])
+            alike.firsts.append(start)
+            alike.memory.append(flat.data_ptr())
+            num += len(ranges)
+        return num
+
+    def _ranges_of(self, part: Slice, stored: StoredTensor) -> Mapping[int, Sequence[_Range]]:
+        """Return the ranges by rank of storage; nothing if they are not short."""
         if part.flat is None or part.cut.local_range(self._end.rank)[1] <= part.start:
-            return ()
+            return {}
         size, planned = part.value.dtype.itemsize, self._end.plan_of(stored, part.cut)
-        listed = itertools.islice(elements_of(planned, part.start, part.flat.numel()), _MOST_EXTENTS + 1)
-        ranges = [(stored_offset * size, offset * size, numel * size) for _, stored_offset, offset, numel in listed]
-        is_short = len(ranges) <= _MOST_EXTENTS and all(nbytes <= SHORT_NBYTES for *_, nbytes in ranges)
-        return ranges if is_short else ()
+        by_rank: dict[int, list[_Range]] = {}
+        for num, (rank, stored_offset, offset, numel) in enumerate(elements_of(planned, part.start, part.flat.numel())):
+            if num == _MOST_EXTENTS or numel * size > SHORT_NBYTES:
+                return {}
+            by_rank.setdefault(rank, []).append((stored_offset * size, offset * size, numel * size))
+        return by_rank
 
     def read(self) -> None:
         """Fill the memory of all parts so far."""
@@ -326,28 +356,37 @@ def elements_of(copies: Sequence[Copy], first: int, num: int) -> Iterator[tuple[
                 yield copy.source_rank, stored_offset, offset, numel
 
 
+def _place_of_number(tensor: StoredTensor) -> tuple[str, int] | None:
+    """Return the file and the byte of the element of a tensor without dimensions; None if no piece has it."""
+    if tensor.chunks is None:
+        return tensor.file, tensor.start
+    placement = tensor.chunks.placement
+    holder = next((rank for rank in placement.ranks if placement.numel_on(rank)), None)
+    return tensor.chunks.at[holder] if holder is not None else None
+
+
 def read_constants(checkpoint: TensorReader, stored: Sequence[StoredTensor]) -> list[torch.Tensor]:
     """Read some small tensors completely, on this rank. Those without dimensions are views of one tensor for each dtype."""
-    numbers: dict[tuple[str, str], list[StoredTensor]] = {}
+    numbers: dict[tuple[str, str], dict[int, int]] = {}  # by file and dtype: the first byte of each, by its id
     values: dict[int, torch.Tensor] = {}
     others: list[Slice] = []
     by_file: dict[str, list[ShortRanges]] = {}
     for tensor in stored:
-        if tensor.shape or tensor.chunks is not None:
+        place = _place_of_number(tensor) if not tensor.shape else None
+        if place is None:
             whole = Whole(tensor.shape, (0,))
             value = values[id(tensor)] = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device=_CPU)
             others.append(
                 Slice(StoredValue.of(tensor.key, "", tensor, whole, None, is_state=True), whole, value.view(-1))
             )
         else:
-            numbers.setdefault((tensor.file, tensor.dtype), []).append(tensor)
-    for (file, dtype), tensors in numbers.items():
-        memory = torch.empty(len(tensors), dtype=dtype_named(dtype), device=_CPU)
-        values.update(zip(map(id, tensors), memory.unbind(), strict=True))
+            numbers.setdefault((place[0], tensor.dtype), {})[id(tensor)] = place[1]
+    for (file, dtype), starts in numbers.items():
+        memory = torch.empty(len(starts), dtype=dtype_named(dtype), device=_CPU)
+        values.update(zip(starts, memory.unbind(), strict=True))
         size, begin = memory.itemsize, memory.data_ptr()
         addresses = range(begin, begin + memory.nbytes, size)
-        starts = [tensor.start for tensor in tensors]
-        by_file.setdefault(file, []).append(ShortRanges.of(starts, addresses, size, [(0, 0, size)]))
+        by_file.setdefault(file, []).append(ShortRanges.of([*starts.values()], addresses, size, [(0, 0, size)]))
     budget = Budget(_CONSTANTS_NBYTES, "small tensors, with what lies between them")
     CheckpointEnd(checkpoint, 0, budget).fill(others)
     for file, tables in by_file.items():

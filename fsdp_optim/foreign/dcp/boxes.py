@@ -1,8 +1,10 @@
-"""The placement of a tensor that is stored chunk by chunk: the chunk with the number i is on the rank -1 - i of storage."""
+"""The chunks of a tensor: the placement of those that are stored, the number i of them on the rank -1 - i of storage; and those
+that are written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -10,6 +12,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.layout import Block, Box, Boxes, FlatRuns, Placement, Shape, Whole
 
 _ChunkBox = tuple[Shape, Shape]
+_LEAST_CHUNK, _MOST_CHUNK = 4 << 20, 64 << 20  # bytes, of those that are written
 
 
 class Cuts:
@@ -81,3 +84,20 @@ def _is_shape(numbers: Any) -> bool:
 
 def _listed(numbers: Any) -> str:
     return str(list(numbers)) if isinstance(numbers, tuple) else repr(numbers)
+
+
+def chunks_of(shape: Shape, itemsize: int, num_ranks: int) -> Iterator[tuple[Shape, Shape]]:
+    """Yield the chunks of a tensor as (offsets, sizes): the rows of each rank, if the tensor is cut along its first dimension.
+
+    A reader needs a complete chunk, so no chunk is large; small chunks are joined, because each has an archive of its own.
+    """
+    nbytes = prod(shape) * itemsize
+    if not shape or not nbytes:
+        yield (0,) * len(shape), shape
+        return
+    row_nbytes = nbytes // shape[0]
+    of_rank = -(-shape[0] // num_ranks)
+    num = max(-(-of_rank * row_nbytes // _MOST_CHUNK), 1)  # chunks with the rows of a rank
+    rows = min(max(-(-of_rank // num), -(-_LEAST_CHUNK // row_nbytes)), shape[0])
+    for first in range(0, shape[0], rows):
+        yield (first, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - first), *shape[1:])

@@ -14,11 +14,11 @@ import pickle
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.foreign.archive.torch_zip import ALIGNMENT, TensorStub, frames_around
+from fsdp_optim.foreign.dcp.boxes import chunks_of
 from fsdp_optim.foreign.dcp.probe import NAME, VERSION, with_summary
 from fsdp_optim.foreign.dcp.values import (
     CLASSES,
@@ -65,7 +65,6 @@ from fsdp_optim.tensors.model_dict import versions_of
 log = logging.getLogger("fsdp_optim")
 
 _STATE, _GROUPS = "state", "param_groups"
-_LEAST_CHUNK, _MOST_CHUNK = 4 << 20, 64 << 20  # bytes
 
 
 @dataclass
@@ -144,29 +143,25 @@ class DcpWriter(Writer):
         self, half: Half, tensors: Sequence[PlannedTensor], most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
         """Plan files of chunks."""
-        per_file = list(_within(most_nbytes, tensors, num_ranks))
-        names = [f"{half}-{number + 1:05}-of-{len(per_file):05}.distcp" for number in range(len(per_file))]
-        if len(per_file) == 1:
+        plans = list(_plans(most_nbytes, tensors, num_ranks))
+        names = [f"{half}-{number + 1:05}-of-{len(plans):05}.distcp" for number in range(len(plans))]
+        if len(plans) == 1:
             names = [f"{half}.distcp"]
-        return [self._planned(name, half, planned, num_ranks) for name, planned in zip(names, per_file, strict=True)]
+        return [self._planned(name, half, plan) for name, plan in zip(names, plans, strict=True)]
 
-    def _planned(self, name: str, half: Half, tensors: Sequence[PlannedTensor], num_ranks: int) -> PlannedFile:
-        plan = _FilePlan()
-        starts = []
-        for tensor in tensors:
-            starts.append(plan.num_data)
-            plan.add(tensor, num_ranks)
+    def _planned(self, name: str, half: Half, plan: _FilePlan) -> PlannedFile:
         head, between = joined(plan.frames)
         self._chunks[name] = plan.chunks
+        starts = tuple(plan.starts)
         return PlannedFile(
             name=name,
             half=half,
             head=head,
-            tensors=tuple(tensors),
-            starts=tuple(starts),
+            tensors=tuple(plan.tensors),
+            starts=starts,
             nbytes_of_data=plan.num_data,
             segment_nbytes=0,
-            tensors_in=TensorNames(tuple(starts), tuple(tensor.key for tensor in tensors)),
+            tensors_in=TensorNames(starts, tuple([tensor.key for tensor in plan.tensors])),
             between=between,
         )
 
@@ -242,58 +237,65 @@ class DcpWriter(Writer):
 
 @dataclass
 class _FilePlan:
-    """The chunks of a file in the order of their bytes. `num_data`, `place`: the bytes of the data and of the file up to here."""
+    """The tensors of a file and their chunks, in the order of their bytes.
+
+    Attributes:
+        num_data, place: the bytes of the data and of the file up to here.
+        starts: the byte of the data at which each tensor begins.
+    """
 
     num_data: int = 0
     place: int = 0
+    tensors: list[PlannedTensor] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
     frames: list[tuple[int, bytes]] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    _around: dict[tuple[str, Shape], tuple[bytes, bytes]] = field(default_factory=dict)
 
-    def add(self, tensor: PlannedTensor, num_ranks: int) -> None:
-        """Add all chunks of a tensor."""
-        for offsets, sizes in chunks_of(tensor.shape, dtype_named(tensor.dtype).itemsize, num_ranks):
-            stub = TensorStub(tensor.dtype, sizes, 0)
-            if (tensor.dtype, sizes) not in self._around:
-                before, after = frames_around(stub, [stub])
-                self._around[tensor.dtype, sizes] = before, after
-            before, after = self._around[tensor.dtype, sizes]
+    def add(self, tensor: PlannedTensor, boxes: _Boxes) -> None:
+        self.tensors.append(tensor)
+        self.starts.append(self.num_data)
+        for offsets, sizes, num_data, before, after in boxes:
             gap = bytes(-self.place % ALIGNMENT)
-            self.frames += [(self.num_data, gap + before), (self.num_data + stub.nbytes, after)]
-            nbytes = len(before) + stub.nbytes + len(after)
+            self.frames += [(self.num_data, gap + before), (self.num_data + num_data, after)]
+            nbytes = len(before) + num_data + len(after)
             self.chunks.append(Chunk(tensor.key, offsets, sizes, self.place + len(gap), nbytes))
             self.place += len(gap) + nbytes
-            self.num_data += stub.nbytes
+            self.num_data += num_data
+
+    def place_after(self, boxes: _Boxes) -> int:
+        """Return the bytes of the file with one more tensor."""
+        place = self.place
+        for *_, num_data, before, after in boxes:
+            place += -place % ALIGNMENT + len(before) + num_data + len(after)
+        return place
 
 
-def _within(most_nbytes: int, tensors: Sequence[PlannedTensor], num_ranks: int) -> Iterator[list[PlannedTensor]]:
-    """Yield the tensors of each file, in order: at most `most_nbytes` with the frames between them, or one larger tensor."""
-    batch, plan = list[PlannedTensor](), _FilePlan()
+_Boxes: TypeAlias = Sequence[tuple[Shape, Shape, int, bytes, bytes]]
+"""Of the chunks of a tensor: offsets, sizes, bytes of data, and the bytes of the file before and after these."""
+
+
+def _boxes(dtype: str, shape: Shape, num_ranks: int) -> _Boxes:
+    boxes = []
+    for offsets, sizes in chunks_of(shape, dtype_named(dtype).itemsize, num_ranks):
+        stub = TensorStub(dtype, sizes, 0)
+        before, after = frames_around(stub, [stub])
+        boxes.append((offsets, sizes, stub.nbytes, before, after))
+    return boxes
+
+
+def _plans(most_nbytes: int, tensors: Sequence[PlannedTensor], num_ranks: int) -> Iterator[_FilePlan]:
+    """Yield the plan of each file, in order: at most `most_nbytes` with the frames between the data, or one larger tensor."""
+    plan, kinds = _FilePlan(), dict[tuple[str, Shape], _Boxes]()
     for tensor in tensors:
-        plan.add(tensor, num_ranks)
-        if batch and plan.place > most_nbytes:
-            yield batch
-            batch, plan = [], _FilePlan()
-            plan.add(tensor, num_ranks)
-        batch.append(tensor)
-    yield batch
-
-
-def chunks_of(shape: Shape, itemsize: int, num_ranks: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield the chunks of a tensor as (offsets, sizes): the rows of each rank, if the tensor is cut along its first dimension.
-
-    A reader needs a complete chunk, so no chunk is large; small chunks are joined, because each has an archive of its own.
-    """
-    nbytes = prod(shape) * itemsize
-    if not shape or not nbytes:
-        yield (0,) * len(shape), shape
-        return
-    row_nbytes = nbytes // shape[0]
-    of_rank = -(-shape[0] // num_ranks)
-    num = max(-(-of_rank * row_nbytes // _MOST_CHUNK), 1)  # chunks with the rows of a rank
-    rows = min(max(-(-of_rank // num), -(-_LEAST_CHUNK // row_nbytes)), shape[0])
-    for first in range(0, shape[0], rows):
-        yield (first, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - first), *shape[1:])
+        kind = tensor.dtype, tensor.shape
+        boxes = kinds.get(kind)
+        if boxes is None:
+            boxes = kinds[kind] = _boxes(*kind, num_ranks)
+        if plan.tensors and plan.place_after(boxes) > most_nbytes:
+            yield plan
+            plan = _FilePlan()
+        plan.add(tensor, boxes)
+    yield plan
 
 
 # ------------------------------------------------------------------------------------------- values
