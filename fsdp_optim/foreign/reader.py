@@ -8,15 +8,13 @@ strips what wrappers add to names, and reads the elements that a rank needs.
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from math import prod
 from typing import Any, NamedTuple
 
 from fsdp_optim.errors import CheckpointError, ReplacedError
-from fsdp_optim.formats.base.bools import BoolRanges
+from fsdp_optim.foreign.lazy import BoolsInFiles, places_of
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents, without_overlaps
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, SavedOptim, StoredExtra, StoredOptim, stored_in
@@ -88,14 +86,6 @@ class ForeignFormat(Format):
         return 0
 
 
-class LazyTensors(Mapping[str, StoredTensor]):
-    """Tensors that are made when they are asked for, each time anew."""
-
-    @abstractmethod
-    def of_dtype(self, dtype: str) -> Iterable[StoredTensor]:
-        """Return the tensors of a dtype; no others are made."""
-
-
 @dataclass(frozen=True)
 class ForeignReader:
     """An open checkpoint of another library.
@@ -160,7 +150,7 @@ class ForeignReader:
         for stored in (stored for half in halves for stored in half.values()):
             if stored.chunks is not None and stored.chunks.is_checked:
                 continue
-            for name, start, nbytes in _places(stored):
+            for name, start, nbytes in places_of(stored):
                 if name in sizes and name not in self.sources and 0 <= start <= sizes[name] - nbytes:
                     continue  # the answer for nearly all tensors, at once
                 source = self._source(name)
@@ -255,8 +245,7 @@ class ForeignReader:
                 section = DataSection(path, fill, source.first_byte, _no_names, self.opened.num_requests)
                 for apart in without_overlaps(ranges):
                     read_extents(section, apart, None, did_read)
-            if name in self._bools:
-                self._bools[name].check(path, ranges)
+            self._bools.check(name, path, ranges)
 
     def _made(self, name: str, source: Source) -> memoryview | None:
         """Return the bytes of a source without a file. A thread keeps one, so that many do not fill the memory."""
@@ -268,14 +257,8 @@ class ForeignReader:
         return last.data if source.memory is not None else None
 
     @cached_property
-    def _bools(self) -> Mapping[str, BoolRanges]:
-        """The bytes of the bool tensors, by file."""
-        by_file: dict[str, list[tuple[int, int, str]]] = {}
-        for tensors in (self.model, self.optim, self.trees):
-            for stored in _of_dtype(tensors, "bool"):
-                for name, start, nbytes in _places(stored):
-                    by_file.setdefault(name, []).append((start, start + nbytes, stored.key))
-        return {name: BoolRanges(ranges) for name, ranges in by_file.items()}
+    def _bools(self) -> BoolsInFiles:
+        return BoolsInFiles([self.model, self.optim, self.trees])
 
     def all_files(self) -> list[str]:
         """Return the files that have been read, or will be."""
@@ -285,7 +268,7 @@ class ForeignReader:
         """Return the tensors with elements in the bytes [start, stop) of a file, or in the storage of this name in it."""
         keys = []
         for stored in (*self.model.values(), *self.optim.values()):
-            for name, at, nbytes in _places(stored):
+            for name, at, nbytes in places_of(stored):
                 source = self._source(name)
                 is_inside = name == f"{file}!{storage}" or name.startswith(f"{file}!{storage}[")
                 if not is_inside and source.memory is None and source.file == file:
@@ -365,22 +348,3 @@ def _are_text(keys: Sequence[Any]) -> bool:
 def _no_names(start: int, stop: int) -> str:
     """Return the tensors in a range, which only errors about checksums name; these files have none."""
     return "a tensor"
-
-
-def _of_dtype(tensors: Mapping[str, StoredTensor], dtype: str) -> Iterable[StoredTensor]:
-    if isinstance(tensors, LazyTensors):
-        return tensors.of_dtype(dtype)
-    return (stored for stored in tensors.values() if stored.dtype == dtype)
-
-
-def _places(stored: StoredTensor) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, first byte and number of bytes of each chunk that has elements."""
-    if stored.chunks is None:
-        nbytes = prod(stored.shape) * stored.itemsize
-        if nbytes:
-            yield stored.file, stored.start, nbytes
-        return
-    for rank in stored.placement.ranks:
-        nbytes = stored.placement.numel_on(rank) * stored.itemsize
-        if nbytes:
-            yield *stored.place_on(rank), nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import itertools
 import tempfile
 import unittest
@@ -23,6 +24,7 @@ from kit.wrapping import cpu
 from parameterized import parameterized
 from soak.mutators import repair
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
 
 import fsdp_optim
 from fsdp_optim.formats.base.bools import BoolRanges
@@ -255,10 +257,85 @@ class BoolsTest(unittest.TestCase):
                 path.write_bytes(good.replace(data, data[:at] + b"\3" + data[at + 1 :]))
                 kind, text = error_text(lambda where=where: fsdp_optim.load(where, model))
                 self.assertEqual(kind, "CheckpointError", text)
-                self.assertIn(f"{path}: the tensor at byte ", text)
-                self.assertIn("is a bool tensor, and one of its bytes is 3", text)
+                self.assertIn(f"{path}: a tensor in it is a bool tensor, and one of its bytes is 3", text)
             path.write_bytes(good)
             self.assertTrue(torch.equal(fsdp_optim.load(where, model).state["mine"][0], odd))
+
+    def test_bools_that_no_call_needs_are_not_read(self) -> None:
+        """Neither their bytes nor the archive that each is in, which may be damaged."""
+        model, mask = nn.Linear(3, 1), torch.ones(65 << 20, dtype=torch.bool)  # too large to be read with other values
+        torch.distributed.checkpoint.save(
+            {"model": model.state_dict(), "masks": {"a": mask, "b": torch.ones(7, dtype=torch.bool)}},
+            checkpoint_id=self.folder,
+        )
+        saved = torch.distributed.checkpoint.FileSystemReader(self.folder).read_metadata()
+        (item,) = (item for index, item in saved.storage_data.items() if index.fqn == "masks.a")
+        path = self.folder / item.relative_path
+        good = path.read_bytes()
+        data = bytearray(good)
+        data[item.offset : item.offset + 60] = bytes(60)
+        path.write_bytes(data)
+        weight = model.weight.detach().clone()
+        nn.init.zeros_(model.weight)
+        fsdp_optim.load(self.folder, model)
+        check_same("weight", model.weight.detach(), weight)
+        masks = {"a": torch.zeros_like(mask), "b": torch.zeros(7, dtype=torch.bool)}
+        kind, text = error_text(lambda: fsdp_optim.load(self.folder, model, state={"masks": masks}))
+        self.assertEqual((kind, "masks.a" in text), ("CheckpointError", True), text)
+        data = bytearray(good)
+        data[good.index(b"\1" * 100) + mask.numel() - 1] = 7
+        path.write_bytes(data)
+        kind, text = error_text(lambda: fsdp_optim.load(self.folder, model, state={"masks": masks}))
+        self.assertEqual((kind, "masks.a is a bool tensor" in text), ("CheckpointError", True), text)
+
+    def test_views_of_one_storage_are_checked_once(self) -> None:
+        """Of a file of torch in which many tensors share bytes; and those that are not contiguous."""
+        base = torch.zeros(300, 64, dtype=torch.bool)
+        weights = {"base": base, **{f"part{row}": base[row, :4] for row in range(300)}}
+        model = nn.Module()
+        for name, value in weights.items():
+            model.register_buffer(name, value.clone())
+        path = self.folder.with_suffix(".pt")
+        base[7, :4] = True
+        turned = (torch.arange(30) % 7 == 0).view(5, 6)
+        model.register_buffer("turned", turned.t().contiguous())
+        torch.save({**weights, "turned": turned.t()}, path)
+        profile = cProfile.Profile()
+        profile.runcall(fsdp_optim.load, path, model)
+        self.assertTrue(model.get_buffer("part7").all())
+        checks = [entry for entry in profile.getstats() if getattr(entry.code, "co_name", "") == "_largest"]
+        self.assertLess(sum(entry.callcount for entry in checks), 3 * len(weights))
+        good = path.read_bytes()
+        for data, key in ((b"\1\1\1\1", "base"), (turned.view(torch.uint8).numpy().tobytes(), "a tensor in it")):
+            self.assertIn(data, good)
+            path.write_bytes(good.replace(data, data[:-1] + b"\5", 1))
+            kind, text = error_text(lambda: fsdp_optim.load(path, model))
+            self.assertEqual((kind, f"{path}: {key} is a bool tensor" in text), ("CheckpointError", True), text)
+
+    def test_between_other_tensors_of_one_item(self) -> None:
+        """DCP's safetensors: the metadata say of all tensors of a file that they begin where the first does."""
+        model = nn.Linear(3, 2)
+        model.register_buffer("mask", torch.arange(29) % 3 == 0)
+        filesystem = torch.distributed.checkpoint.filesystem
+        if not hasattr(filesystem, "SerializationFormat"):
+            self.skipTest("this torch writes no such files")
+        kind = filesystem.SerializationFormat.SAFETENSORS
+        writer = FileSystemWriter(self.folder, serialization_format=kind)
+        mine = torch.arange(31) % 5 == 0  # of the trainer, whose values are read whole
+        torch.distributed.checkpoint.save({"model": model.state_dict(), "mine": mine}, storage_writer=writer)
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        for value in model.state_dict().values():
+            value.zero_()
+        fsdp_optim.load(self.folder, model)
+        check_same("values", model.state_dict(), saved)
+        (path,) = (file for file in self.folder.iterdir() if file.name != ".metadata")
+        good = path.read_bytes()
+        for key, value in (("mask", saved["mask"]), ("mine", mine)):
+            data = value.view(torch.uint8).numpy().tobytes()
+            for at in (0, len(data) - 1):
+                path.write_bytes(good.replace(data, data[:at] + b"\2" + data[at + 1 :]))
+                kind, text = error_text(lambda: fsdp_optim.load(self.folder, model))
+                self.assertEqual((kind, f"{key} is a bool tensor" in text), ("CheckpointError", True), text)
 
     def test_in_files_of_dcp(self) -> None:
         """They have no checksums: in weights, in the optimizer's state, and in a tree of `state=`."""

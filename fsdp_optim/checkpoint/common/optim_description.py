@@ -31,20 +31,21 @@ def describe(state: SavedHalf, stored: Mapping[str, StoredTensor]) -> SavedOptim
     for value in state.tensors:
         tensors.setdefault(value.fqn, {})[value.name] = stored[value.stored_name]
     entries: dict[str, dict[Any, Any]] = {}
-    kinds: dict[str, dict[Any, str]] = {}
-    shared: dict[int, dict[Any, str]] = {}  # by the id of a summary, which many parameters have in common
+    kinds: dict[str, Mapping[Any, str]] = {}
+    shared: dict[int, Mapping[Any, str]] = {}  # by the id of a summary, which many parameters have in common
     for fqn, param in state.global_state.params.items():
         summary, in_files = param.summary, tensors.get(fqn, {})
         if summary is None:
             entries[fqn] = {}
             continue
         if len(in_files) == len(summary.names):  # nearly always
-            words = shared.get(id(summary))
-            if words is None:
-                words = shared[id(summary)] = dict(summary.kinds)
-            entries[fqn], kinds[fqn] = {name: in_files[name] for name in words}, words
+            of_kind = shared.get(id(summary))
+            if of_kind is None:
+                of_kind = shared[id(summary)] = dict(summary.kinds)
+            entries[fqn], kinds[fqn] = {name: in_files[name] for name in of_kind}, of_kind
             continue
-        values, words = entries[fqn], kinds[fqn] = dict[Any, Any](), dict[Any, str]()
+        values, words = dict[Any, Any](), dict[Any, str]()
+        entries[fqn], kinds[fqn] = values, words
         scalars = dict(summary.scalars)
         for name, kind in summary.kinds:
             if name in in_files:

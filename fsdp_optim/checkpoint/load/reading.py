@@ -247,12 +247,23 @@ _Range: TypeAlias = tuple[int, int, int]
 
 
 class _Alike(NamedTuple):
-    """Parts that are stored and cut alike: the ranges of each in one piece of a tensor, and the bytes of that piece."""
+    """Parts of tensors that are stored and cut alike: the ranges of each part that lie in one piece, which has `nbytes` bytes."""
 
     ranges: Sequence[_Range]
     nbytes: int
-    firsts: list[int]  # the byte at which the piece begins that each part is in
+    firsts: list[int]  # for each part, the first byte of the piece
     memory: list[int]  # the address of the memory of each
+
+
+class _InChunks(NamedTuple):
+    """The ranges of parts of tensors in several pieces, by rank of storage. The placements keep the ids unique that find them.
+
+    The pieces of one rank may be in several files, so that the ranges are kept here, and what is read in `_Alike`, by file.
+    """
+
+    placement: Placement
+    cut: Placement
+    by_rank: Mapping[int, Sequence[_Range]]
 
 
 class _Ranges:
@@ -261,7 +272,7 @@ class _Ranges:
     def __init__(self, end: CheckpointEnd) -> None:
         self._end, self._num = end, 0
         self._alike: dict[tuple[Any, ...], _Alike] = {}
-        self._in_chunks: dict[tuple[Any, ...], tuple[Placement, Placement, Mapping[int, Sequence[_Range]]]] = {}
+        self._in_chunks: dict[tuple[Any, ...], _InChunks] = {}
 
     def take(self, parts: Sequence[Slice]) -> list[Slice]:
         """Take parts, which the caller keeps, and read them now and then. Returns those that are to be read by themselves: on a
@@ -301,9 +312,9 @@ class _Ranges:
         kind = self._in_chunks.get(key)
         if kind is None:
             by_rank = self._ranges_of(part, stored)
-            kind = self._in_chunks[key] = placement, part.cut, by_rank  # references that keep the ids unique
+            kind = self._in_chunks[key] = _InChunks(placement, part.cut, by_rank)
         num = 0
-        for rank, ranges in kind[2].items():
+        for rank, ranges in kind.by_rank.items():
             file, start = stored.place_on(rank)
             of_piece = file, rank, key
             alike = self._alike.get(of_piece)
@@ -356,15 +367,6 @@ def elements_of(copies: Sequence[Copy], first: int, num: int) -> Iterator[tuple[
                 yield copy.source_rank, stored_offset, offset, numel
 
 
-def _place_of_number(tensor: StoredTensor) -> tuple[str, int] | None:
-    """Return the file and the byte of the element of a tensor without dimensions; None if no piece has it."""
-    if tensor.chunks is None:
-        return tensor.file, tensor.start
-    placement = tensor.chunks.placement
-    holder = next((rank for rank in placement.ranks if placement.numel_on(rank)), None)
-    return tensor.chunks.at[holder] if holder is not None else None
-
-
 def read_constants(checkpoint: TensorReader, stored: Sequence[StoredTensor]) -> list[torch.Tensor]:
     """Read some small tensors completely, on this rank. Those without dimensions are views of one tensor for each dtype."""
     numbers: dict[tuple[str, str], dict[int, int]] = {}  # by file and dtype: the first byte of each, by its id
@@ -372,15 +374,15 @@ def read_constants(checkpoint: TensorReader, stored: Sequence[StoredTensor]) -> 
     others: list[Slice] = []
     by_file: dict[str, list[ShortRanges]] = {}
     for tensor in stored:
-        place = _place_of_number(tensor) if not tensor.shape else None
-        if place is None:
+        if tensor.shape:
             whole = Whole(tensor.shape, (0,))
             value = values[id(tensor)] = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device=_CPU)
             others.append(
                 Slice(StoredValue.of(tensor.key, "", tensor, whole, None, is_state=True), whole, value.view(-1))
             )
         else:
-            numbers.setdefault((place[0], tensor.dtype), {})[id(tensor)] = place[1]
+            file, start = tensor.first_place
+            numbers.setdefault((file, tensor.dtype), {})[id(tensor)] = start
     for (file, dtype), starts in numbers.items():
         memory = torch.empty(len(starts), dtype=dtype_named(dtype), device=_CPU)
         values.update(zip(starts, memory.unbind(), strict=True))

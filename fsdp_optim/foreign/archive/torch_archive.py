@@ -35,6 +35,7 @@ from fsdp_optim.tensors.memory import dtype_named
 
 __all__ = ["TorchArchive", "Unread", "is_torch_archive", "read_archive"]
 
+_UNNAMED = "a tensor in it"
 _MOST_SMALL = 1 << 10  # bytes of a record with one word
 _MOST_COPY = 256 << 20  # bytes of a tensor whose elements share memory (expand), unless its storage is as large
 
@@ -240,6 +241,8 @@ def _in_row_major_order(opened: Opened, name: str, source: Source, view: TensorV
         first = 0
     with as_checkpoint_error(opened.named(name)):
         flat = torch.frombuffer(made[first:][:nbytes], dtype=dtype_named(view.dtype))
+        if flat.dtype is torch.bool:  # the copy below would make 1 of every other byte
+            check_bytes(opened.named(source.file or name), _UNNAMED, flat.view(torch.uint8).numpy().data)
         tensor = torch.as_strided(flat, view.shape, view.stride)
         if view.is_conj:
             tensor = tensor.conj()
@@ -280,6 +283,6 @@ def read_tensor(opened: Opened, sources: Mapping[str, Source], stored: StoredTen
         data = data[stored.start : stored.start + nbytes]
     where = opened.named(source.file or stored.file)
     if dtype is torch.bool:
-        check_bytes(where, stored.key or f"the tensor at byte {stored.start}", data)
+        check_bytes(where, stored.key or _UNNAMED, data)
     with as_checkpoint_error(where):
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(stored.shape)

@@ -1,6 +1,4 @@
-"""The chunks of a tensor: the placement of those that are stored, the number i of them on the rank -1 - i of storage; and those
-that are written.
-"""
+"""The boxes of chunks: placements of those that are stored, number i of a tensor on rank -1 - i of storage; and of new ones."""
 
 from __future__ import annotations
 

@@ -6,9 +6,11 @@ The place of a tensor's elements is looked up when the tensor is first needed, b
 from __future__ import annotations
 
 import bisect
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive, read_archive
 from fsdp_optim.foreign.dcp.safetensors_items import SafetensorsInside
 from fsdp_optim.foreign.dcp.tensor_table import ItemPlace, Tensor
+from fsdp_optim.foreign.lazy import LazyPlaces
 from fsdp_optim.foreign.reader import Archive, Source
 from fsdp_optim.formats.base.bools import check_bytes
 from fsdp_optim.formats.base.protocols import StoredTensor
@@ -92,8 +95,8 @@ class Items:
             )
         source = archive.sources.get(stored.file)
         if source is not None and source.memory is not None:
-            self.sources[f"{item.file} from {item.start}"] = source
-            return f"{item.file} from {item.start}", stored.start
+            self.sources[source_name(item)] = source
+            return source_name(item), stored.start
         start = stored.start + (source.first_byte if source is not None else 0)
         if 0 < start - item.start <= _MOST_HEAD_NBYTES:
             self._heads[kind] = _ItemHead(self._opened.read(item.file, item.start, start - item.start))
@@ -132,7 +135,12 @@ class Items:
         return self._order[file]
 
 
-class LazyChunkPlaces(Mapping[int, tuple[str, int]]):
+def source_name(item: ItemPlace) -> str:
+    """Return the name in `Items.sources` of an item whose elements have to be made."""
+    return f"{item.file} from {item.start}"
+
+
+class LazyChunkPlaces(LazyPlaces):
     """By rank of storage, the file of a chunk and the byte at which its elements begin, looked up on demand."""
 
     def __init__(self, items: Items, name: str, tensor: Tensor) -> None:
@@ -151,6 +159,13 @@ class LazyChunkPlaces(Mapping[int, tuple[str, int]]):
 
     def __len__(self) -> int:
         return len(self._tensor.items)
+
+    def spans(self) -> Iterator[tuple[str, int, int]]:
+        itemsize = dtype_named(self._tensor.dtype).itemsize
+        for item, (_, sizes) in zip(self._tensor.items, self._tensor.boxes, strict=True):
+            is_archive = item.nbytes > prod(sizes) * itemsize  # else one of several tensors behind `start`
+            yield item.file, item.start, item.nbytes if is_archive else sys.maxsize
+            yield source_name(item), 0, sys.maxsize
 
 
 def read_values(opened: Opened, items: Mapping[str, ItemPlace], *, allow_pickle: bool = False) -> dict[str, Any]:
@@ -176,7 +191,7 @@ def read_values(opened: Opened, items: Mapping[str, ItemPlace], *, allow_pickle:
                 try:
                     values[key] = archive.materialised(archive.unpickled() if allow_pickle else archive.value)
                 except CheckpointError as error:
-                    raise _naming(error, key, items[key]) from error
+                    raise _with_place(error, key, items[key]) from error
     return values
 
 
@@ -207,11 +222,11 @@ def _archive(name: str, opened: Opened, item: ItemPlace) -> TorchArchive:
     try:
         return read_archive(opened, item.file, start=item.start, nbytes=item.nbytes)
     except CheckpointError as error:
-        raise _naming(error, name, item) from error
+        raise _with_place(error, name, item) from error
 
 
-def _naming(error: CheckpointError, name: str, item: ItemPlace) -> CheckpointError:
-    return CheckpointError(f"{error} ({name} is there, at byte {item.start})")
+def _with_place(error: CheckpointError, name: str, item: ItemPlace) -> CheckpointError:
+    return CheckpointError(f"{error} ({name} is in {item.file}, at byte {item.start})")
 
 
 def unread_class_in(value: Any) -> str:

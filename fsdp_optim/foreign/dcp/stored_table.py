@@ -9,7 +9,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.dcp.boxes import Cuts
 from fsdp_optim.foreign.dcp.items import Items, LazyChunkPlaces
 from fsdp_optim.foreign.dcp.tensor_table import TensorTable
-from fsdp_optim.foreign.reader import LazyTensors
+from fsdp_optim.foreign.lazy import LazyTensors
 from fsdp_optim.formats.base.protocols import Chunks, StoredTensor
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.tensors.memory import dtype_named
@@ -68,9 +68,11 @@ class StoredTable(LazyTensors):
         )
 
     def of_dtype(self, dtype: str) -> list[StoredTensor]:
-        keys = {*self._table.keys_of_dtype(dtype)}
-        names = keys if self._keys is None or not keys else [name for name, key in self._keys.items() if key in keys]
-        return [self[name] for name in names]
+        listed = self._table.keys_of_dtype(dtype)
+        if self._keys is None or not listed:
+            return [self[key] for key in listed]
+        keys = {*listed}
+        return [self[name] for name, key in self._keys.items() if key in keys]
 
     def __contains__(self, name: object) -> bool:
         return name in (self._table if self._keys is None else self._keys)

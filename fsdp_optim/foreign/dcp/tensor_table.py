@@ -143,6 +143,7 @@ class TensorTable(Mapping[str, Tensor]):
         return [keys[row] for row in rows]
 
     def keys_of_dtype(self, dtype: str) -> list[str]:
+        """Return the keys of the tensors of a dtype, in the order of the table."""
         if dtype not in self.dtypes:
             return []
         return self.keys_of(numpy.flatnonzero(self.columns.dtypes == self.dtypes.index(dtype)).tolist())

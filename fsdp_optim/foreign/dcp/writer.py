@@ -251,50 +251,50 @@ class _FilePlan:
     frames: list[tuple[int, bytes]] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
 
-    def add(self, tensor: PlannedTensor, boxes: _Boxes) -> None:
+    def add(self, tensor: PlannedTensor, chunks: _ChunkKinds) -> None:
         self.tensors.append(tensor)
         self.starts.append(self.num_data)
-        for offsets, sizes, num_data, before, after in boxes:
+        for offsets, sizes, nbytes_of_data, before, after in chunks:
             gap = bytes(-self.place % ALIGNMENT)
-            self.frames += [(self.num_data, gap + before), (self.num_data + num_data, after)]
-            nbytes = len(before) + num_data + len(after)
+            self.frames += [(self.num_data, gap + before), (self.num_data + nbytes_of_data, after)]
+            nbytes = len(before) + nbytes_of_data + len(after)
             self.chunks.append(Chunk(tensor.key, offsets, sizes, self.place + len(gap), nbytes))
             self.place += len(gap) + nbytes
-            self.num_data += num_data
+            self.num_data += nbytes_of_data
 
-    def place_after(self, boxes: _Boxes) -> int:
-        """Return the bytes of the file with one more tensor."""
+    def place_after(self, chunks: _ChunkKinds) -> int:
+        """Return the bytes of the file with the chunks of one more tensor, as `add` counts them."""
         place = self.place
-        for *_, num_data, before, after in boxes:
-            place += -place % ALIGNMENT + len(before) + num_data + len(after)
+        for *_, nbytes_of_data, before, after in chunks:
+            place += -place % ALIGNMENT + len(before) + nbytes_of_data + len(after)
         return place
 
 
-_Boxes: TypeAlias = Sequence[tuple[Shape, Shape, int, bytes, bytes]]
+_ChunkKinds: TypeAlias = Sequence[tuple[Shape, Shape, int, bytes, bytes]]
 """Of the chunks of a tensor: offsets, sizes, bytes of data, and the bytes of the file before and after these."""
 
 
-def _boxes(dtype: str, shape: Shape, num_ranks: int) -> _Boxes:
-    boxes = []
+def _kinds_of(dtype: str, shape: Shape, num_ranks: int) -> _ChunkKinds:
+    chunks = []
     for offsets, sizes in chunks_of(shape, dtype_named(dtype).itemsize, num_ranks):
         stub = TensorStub(dtype, sizes, 0)
         before, after = frames_around(stub, [stub])
-        boxes.append((offsets, sizes, stub.nbytes, before, after))
-    return boxes
+        chunks.append((offsets, sizes, stub.nbytes, before, after))
+    return chunks
 
 
 def _plans(most_nbytes: int, tensors: Sequence[PlannedTensor], num_ranks: int) -> Iterator[_FilePlan]:
     """Yield the plan of each file, in order: at most `most_nbytes` with the frames between the data, or one larger tensor."""
-    plan, kinds = _FilePlan(), dict[tuple[str, Shape], _Boxes]()
+    plan, kinds = _FilePlan(), dict[tuple[str, Shape], _ChunkKinds]()
     for tensor in tensors:
         kind = tensor.dtype, tensor.shape
-        boxes = kinds.get(kind)
-        if boxes is None:
-            boxes = kinds[kind] = _boxes(*kind, num_ranks)
-        if plan.tensors and plan.place_after(boxes) > most_nbytes:
+        chunks = kinds.get(kind)
+        if chunks is None:
+            chunks = kinds[kind] = _kinds_of(*kind, num_ranks)
+        if plan.tensors and plan.place_after(chunks) > most_nbytes:
             yield plan
             plan = _FilePlan()
-        plan.add(tensor, boxes)
+        plan.add(tensor, chunks)
     yield plan
 
 

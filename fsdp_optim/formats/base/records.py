@@ -73,6 +73,14 @@ class StoredTensor(Struct, frozen=True):
         """Return the file in which the elements of one rank of storage are, and the byte at which they begin."""
         return self.chunks.at[rank] if self.chunks is not None else (self.file, self.start)
 
+    @property
+    def first_place(self) -> tuple[str, int]:
+        """The file, and the byte, at which the first elements begin. The tensor has some."""
+        if self.chunks is None:
+            return self.file, self.start
+        placement = self.chunks.placement
+        return self.chunks.at[next(rank for rank in placement.ranks if placement.numel_on(rank))]
+
 
 @functools.lru_cache(maxsize=256)
 def _whole_in_storage(shape: Shape) -> Whole:
