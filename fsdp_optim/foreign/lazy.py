@@ -51,14 +51,12 @@ class BoolsInFiles:
     """
 
     def __init__(self, halves: Sequence[Mapping[str, StoredTensor]]) -> None:
-        self._by_name: dict[str, list[StoredTensor]] = {}
-        spans: dict[str, list[tuple[int, int, str]]] = {}
+        self._spans: dict[str, list[tuple[int, int, StoredTensor]]] = {}
         for stored in (stored for half in halves for stored in _bools_in(half)):
             at = stored.chunks.at if stored.chunks is not None else None
             for name, start, nbytes in at.spans() if isinstance(at, LazyPlaces) else places_of(stored):
-                spans.setdefault(name, []).append((start, start + nbytes, stored.key))
-                self._by_name.setdefault(name, []).append(stored)
-        self._spans = {name: BoolRanges(ranges) for name, ranges in spans.items()}
+                self._spans.setdefault(name, []).append((start, start + nbytes, stored))
+        self._by_spans: dict[str, BoolRanges] = {}
         self._exact: dict[str, BoolRanges] = {}
 
     def check(self, name: str, path: str, extents: Sequence[Extent]) -> None:
@@ -67,10 +65,14 @@ class BoolsInFiles:
         `path`: the source, for the error.
         """
         spans = self._spans.get(name)
-        if spans is None or spans.have_only_bools(extents):
+        if spans is None:
+            return
+        if name not in self._by_spans:
+            self._by_spans[name] = BoolRanges((start, stop, stored.key) for start, stop, stored in spans)
+        if self._by_spans[name].have_only_bools(extents):
             return
         if name not in self._exact:
-            each = {id(stored): stored for stored in self._by_name[name]}.values()
+            each = {id(stored): stored for *_, stored in spans}.values()
             listed = [(place, stored.key) for stored in each for place in places_of(stored)]
             self._exact[name] = BoolRanges(
                 (start, start + nbytes, key) for (other, start, nbytes), key in listed if other == name

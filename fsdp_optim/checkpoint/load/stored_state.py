@@ -193,9 +193,8 @@ def _as_dict(saved: SavedOptim, read: ReadSmall) -> Mapping[str, Any]:
     state = {key: full[key] for key in in_state if key in full}
     for key, value in state.items():
         if isinstance(value, Mapping) and not isinstance(value, dict):
-            full[key] = state[key] = dict(
-                value
-            )  # once: a reader may make its values anew each time that they are asked for
+            # Once: a reader may make its values anew each time that they are asked for.
+            full[key] = state[key] = dict(value)
     kept = in_state | ({"kinds"} if saved.is_checked else set())  # kinds are words alone
     rest = {key: value for key, value in full.items() if key not in kept}
     lists = [value for value in _values_in(state) if isinstance(value, (list, tuple))] if _may_have_lists(state) else []
