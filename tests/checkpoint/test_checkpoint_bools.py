@@ -321,8 +321,8 @@ class BoolsTest(unittest.TestCase):
             self.skipTest("this torch writes no such files")
         kind = filesystem.SerializationFormat.SAFETENSORS
         writer = FileSystemWriter(self.folder, serialization_format=kind)
-        mine = torch.arange(31) % 5 == 0  # of the trainer, whose values are read whole
-        torch.distributed.checkpoint.save({"model": model.state_dict(), "mine": mine}, storage_writer=writer)
+        of_trainer = torch.arange(31) % 5 == 0  # of the trainer, whose values are read whole
+        torch.distributed.checkpoint.save({"model": model.state_dict(), "mine": of_trainer}, storage_writer=writer)
         saved = {name: value.clone() for name, value in model.state_dict().items()}
         for value in model.state_dict().values():
             value.zero_()
@@ -330,7 +330,7 @@ class BoolsTest(unittest.TestCase):
         check_same("values", model.state_dict(), saved)
         (path,) = (file for file in self.folder.iterdir() if file.name != ".metadata")
         good = path.read_bytes()
-        for key, value in (("mask", saved["mask"]), ("mine", mine)):
+        for key, value in (("mask", saved["mask"]), ("mine", of_trainer)):
             data = value.view(torch.uint8).numpy().tobytes()
             for at in (0, len(data) - 1):
                 path.write_bytes(good.replace(data, data[:at] + b"\2" + data[at + 1 :]))
