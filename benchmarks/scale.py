@@ -1,12 +1,14 @@
 """Plan gather, save and load for thousands of simulated ranks, in one process: what one rank computes, and what it holds.
 
     python benchmarks/scale.py [--worlds 8 64 512 4096 16384] [--params 100 2000 10000] [--layouts flat rows grid layers]
+        [--spacing consecutive even uneven]
 
 Adam state of parameters whose shapes all differ, so that no two share a plan: `flat`, units of four parameters in one flat
 parameter, cut into equal chunks (fairscale, FSDP1); `rows`, DTensors cut by rows (FSDP2); `grid`, by columns over 8 ranks and
 by rows over the others (FSDP2 with tensor parallel); `layers`, the same with eight shapes, as models have them, where a call
 plans once for all parameters that are cut alike. Plans are made and kept as in the first call of a process, and nothing is
-moved. A recipient whose copies would take many gigabytes is left out.
+moved. A recipient whose copies would take many gigabytes is left out. `--spacing`: the ranks of a stage of a pipeline are often
+not consecutive: `even`, every eighth rank; `uneven`, the same but for the last, so that no range has them.
 """
 
 from __future__ import annotations
@@ -42,43 +44,50 @@ def shapes(num_params: int) -> Iterator[tuple[int, int]]:
     return ((1024 + index, 1024) for index in range(num_params))
 
 
-def flat(num_params: int, world_size: int) -> Iterator[Placement]:
+SPACINGS: dict[str, Callable[[int], Sequence[int]]] = {
+    "consecutive": lambda world_size: range(world_size),
+    "even": lambda world_size: range(0, 8 * world_size, 8),
+    "uneven": lambda world_size: (*range(0, 8 * (world_size - 1), 8), 8 * world_size),
+}
+
+
+def flat(num_params: int, ranks: Sequence[int]) -> Iterator[Placement]:
     """Four parameters in one flat parameter."""
     unit: list[tuple[int, int]] = []
     for shape in shapes(num_params):
         unit.append(shape)
         if len(unit) == 4:
-            yield from chunks_of(unit, world_size)
+            yield from chunks_of(unit, ranks)
             unit = []
-    yield from chunks_of(unit, world_size)
+    yield from chunks_of(unit, ranks)
 
 
-def chunks_of(unit: Sequence[tuple[int, int]], world_size: int) -> Iterator[Placement]:
+def chunks_of(unit: Sequence[tuple[int, int]], ranks: Sequence[int]) -> Iterator[Placement]:
     """The parameters of one flat parameter."""
     total = sum(rows * columns for rows, columns in unit)
     start = 0
     for rows, columns in unit:
-        yield FlatChunks((rows, columns), start, -(-total // world_size), (range(world_size),))
+        yield FlatChunks((rows, columns), start, -(-total // len(ranks)), (ranks,))
         start += rows * columns
 
 
-def rows(num_params: int, world_size: int) -> Iterator[Placement]:
+def rows(num_params: int, ranks: Sequence[int]) -> Iterator[Placement]:
     """DTensors with Shard(0)."""
-    return (MeshBoxes(shape, (world_size,), ((0, 0),), (range(world_size),)) for shape in shapes(num_params))
+    return (MeshBoxes(shape, (len(ranks),), ((0, 0),), (ranks,)) for shape in shapes(num_params))
 
 
-def grid(num_params: int, world_size: int) -> Iterator[Placement]:
+def grid(num_params: int, ranks: Sequence[int]) -> Iterator[Placement]:
     """DTensors with Shard(1) over eight ranks, then Shard(0) over the others."""
-    mesh = (world_size // COLUMNS, COLUMNS)
-    return (MeshBoxes(shape, mesh, ((1, 1), (0, 0)), (range(world_size),)) for shape in shapes(num_params))
+    mesh = (len(ranks) // COLUMNS, COLUMNS)
+    return (MeshBoxes(shape, mesh, ((1, 1), (0, 0)), (ranks,)) for shape in shapes(num_params))
 
 
-def layers(num_params: int, world_size: int) -> Iterator[Placement]:
+def layers(num_params: int, ranks: Sequence[int]) -> Iterator[Placement]:
     """The same for the parameters of equal layers, which share their placements."""
-    return islice(cycle(list(grid(8, world_size))), num_params)
+    return islice(cycle(list(grid(8, ranks))), num_params)
 
 
-LAYOUTS: dict[str, Callable[[int, int], Iterator[Placement]]]
+LAYOUTS: dict[str, Callable[[int, Sequence[int]], Iterator[Placement]]]
 LAYOUTS = {"flat": flat, "rows": rows, "grid": grid, "layers": layers}
 
 
@@ -149,13 +158,15 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512, 4096, 16384])
     parser.add_argument("--params", type=int, nargs="+", default=[100, 2000, 10_000])
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--spacing", default="consecutive", choices=list(SPACINGS))
     options = parser.parse_args()
     lines = []
     for layout in options.layouts:
         for world_size in options.worlds:
             for num_params in options.params:
-                placements = list(LAYOUTS[layout](num_params, world_size))
-                middle = world_size // 2
+                ranks = SPACINGS[options.spacing](world_size)
+                placements = list(LAYOUTS[layout](num_params, ranks))
+                middle = ranks[world_size // 2]
                 cells: list[str] = []
                 for plan in (
                     lambda: gather(placements, 0),  # noqa: B023

@@ -36,10 +36,24 @@ def ranks_in_order(ranks: Iterable[int]) -> Ranks:
 
 def check_distinct(groups: tuple[Ranks, ...]) -> None:
     """Refuse a rank that is listed twice, because a rank holds at most one shard."""
-    if len(groups) == 1 and isinstance(groups[0], range):
-        return
-    if sum(map(len, groups)) != len({rank for group in groups for rank in group}):
+    if not (len(groups) == 1 and isinstance(groups[0], range)) and not _are_distinct(groups):
         raise LayoutError(f"each rank may be listed only once, but a rank is listed twice in {groups}")
+
+
+@functools.lru_cache(maxsize=64)
+def _are_distinct(groups: tuple[Ranks, ...]) -> bool:
+    """Return whether no rank is listed twice. Cached: parameters share their groups, which may list thousands of ranks."""
+    return sum(map(len, groups)) == len(set().union(*groups))
+
+
+def place_in(group: Ranks, rank: int) -> int | None:
+    """Return the place of a rank in a group; None if it is not there."""
+    if isinstance(group, range):
+        return group.index(rank) if rank in group else None
+    try:
+        return group.index(rank)
+    except ValueError:
+        return None
 
 
 def ranks_at(group: Ranks, places: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
