@@ -31,6 +31,7 @@ from measure import table
 from fsdp_optim.checkpoint.common.files import stored_on, written_cut
 from fsdp_optim.checkpoint.load.reading import elements_of
 from fsdp_optim.layout import STORAGE, FlatChunks, MeshBoxes, Placement, Whole
+from fsdp_optim.layout.once import once_each
 from fsdp_optim.move import StateValue
 from fsdp_optim.plan import Plans, RankPlan, Request
 
@@ -98,23 +99,29 @@ def gather(placements: Sequence[Placement], rank: int) -> list[object]:
 
 def save(placements: Sequence[Placement], rank: int) -> list[object]:
     """One rank's plans of a save: to the cut in which the ranks write, and from there to the file."""
-    cuts = [cut_of(number, placement) for number, placement in enumerate(placements)]
+    cuts = cuts_of(placements)
     moved = planned(((a, b) for a, b in zip(placements, cuts, strict=True) if a != b), rank)
-    return [*moved, *planned(((cut, stored_on(cut, 4 * cut.numel)) for cut in cuts), rank)]
+    stored = once_each(lambda cut: stored_on(cut, 4 * cut.numel))
+    return [*moved, *planned(((cut, stored(cut)) for cut in cuts), rank)]
 
 
 def load(placements: Sequence[Placement], rank: int) -> list[object]:
     """The runs of a file that one rank reads, and its plans to where they belong."""
-    cuts = [cut_of(number, placement) for number, placement in enumerate(placements)]
+    cuts = cuts_of(placements)
     moved = planned(((b, a) for a, b in zip(placements, cuts, strict=True) if a != b), rank)
-    stored = planned(((Whole(cut.shape, (STORAGE,)), cut) for cut in cuts), rank, sends=False)
+    whole = once_each(lambda cut: Whole(cut.shape, (STORAGE,)))
+    stored = planned(((whole(cut), cut) for cut in cuts), rank, sends=False)
     read = [list(elements_of(plan, *local_part(cut, rank))) for cut, plan in zip(cuts, stored, strict=True)]
     return [*moved, *stored, *read]
 
 
-def cut_of(number: int, placement: Placement) -> Placement:
-    """The cut in which the ranks write a parameter."""
-    return written_cut(StateValue(f"layers.{number}.weight", NAMES[0], torch.float32, placement), placement, None)
+def cuts_of(placements: Sequence[Placement]) -> list[Placement]:
+    """The cuts in which the ranks write parameters: as in a call, asked once for those that share their placement."""
+
+    def cut_of(placement: Placement) -> Placement:
+        return written_cut(StateValue("weight", NAMES[0], torch.float32, placement), placement, None)
+
+    return list(map(once_each(cut_of), placements))
 
 
 def planned(pairs: Iterable[tuple[Placement, Placement]], rank: int, *, sends: bool = True) -> list[RankPlan]:
