@@ -234,7 +234,7 @@ class ForeignReader:
     ) -> None:
         for name, ranges in extents.items():
             source = self._source(name)
-            path = self.opened.named(source.file)
+            path = self.opened.named(source.file or name)
             data = self._made(name, source)
             if data is not None:
                 for extent in ranges:

@@ -12,7 +12,7 @@ import numpy
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout.boxes import Block, Run, Shape, boxes_of_run
 from fsdp_optim.layout.placement import Placement
-from fsdp_optim.layout.ranks import Ranks, check_distinct, join_replicas, place_in, ranks_at, ranks_in_order
+from fsdp_optim.layout.ranks import Ranks, check_distinct, join_replicas, ranks_at, ranks_in_order
 from fsdp_optim.layout.tables import BoxTable, Columns, Numbers
 
 
@@ -77,9 +77,10 @@ class FlatChunks(Placement):
 
     def shard_of(self, rank: int) -> int | None:
         for group in self.replicas:
-            place = place_in(group, rank)
-            if place is not None:
-                return place
+            try:
+                return group.index(rank)  # one search of a group that may list thousands of ranks
+            except ValueError:
+                continue
         return None
 
     @property

@@ -14,7 +14,7 @@ import numpy
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout.boxes import Block, Box, Run, Shape, bounds_of_box, row_major_strides
 from fsdp_optim.layout.placement import Placement
-from fsdp_optim.layout.ranks import Ranks, check_distinct, join_replicas, place_in, ranks_at, ranks_in_order
+from fsdp_optim.layout.ranks import Ranks, check_distinct, join_replicas, ranks_at, ranks_in_order
 from fsdp_optim.layout.tables import BoxTable, Columns, Numbers
 
 
@@ -97,9 +97,11 @@ class OnMesh(Placement):
 
     def shard_of(self, rank: int) -> int | None:
         for group in self.replicas:
-            place = place_in(group, rank)
-            if place is not None:
-                return _shards_by_place(self.mesh_shape, self._split_dims)[place]
+            try:
+                place = group.index(rank)  # one search of a group that may list thousands of ranks
+            except ValueError:
+                continue
+            return _shards_by_place(self.mesh_shape, self._split_dims)[place]
         return None
 
     def holders_of(self, shards: Numbers) -> Numbers:

@@ -46,16 +46,6 @@ def _are_distinct(groups: tuple[Ranks, ...]) -> bool:
     return sum(map(len, groups)) == len(set().union(*groups))
 
 
-def place_in(group: Ranks, rank: int) -> int | None:
-    """Return the place of a rank in a group; None if it is not there."""
-    if isinstance(group, range):
-        return group.index(rank) if rank in group else None
-    try:
-        return group.index(rank)
-    except ValueError:
-        return None
-
-
 def ranks_at(group: Ranks, places: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
     """Return the ranks at some places of a group."""
     if isinstance(group, range):
@@ -87,7 +77,7 @@ _Replicated = TypeVar("_Replicated", bound=_HasReplicas)
 def join_replicas(first: _Replicated, other: _Replicated) -> _Replicated | None:
     """A Placement with the replicas of both; None where a rank would be in two replicas."""
     groups = tuple(dict.fromkeys((*first.replicas, *other.replicas)))
-    if len({rank for group in groups for rank in group}) != sum(map(len, groups)):
+    if not _are_distinct(groups):
         return None
     joined: _Replicated = replace(first, replicas=tuple(sorted(groups, key=lambda group: group[0])))  # type: ignore[type-var]
     return joined

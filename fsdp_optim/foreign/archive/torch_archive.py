@@ -35,7 +35,6 @@ from fsdp_optim.tensors.memory import dtype_named
 
 __all__ = ["TorchArchive", "Unread", "is_torch_archive", "read_archive"]
 
-_UNNAMED = "a tensor in it"
 _MOST_SMALL = 1 << 10  # bytes of a record with one word
 _MOST_COPY = 256 << 20  # bytes of a tensor whose elements share memory (expand), unless its storage is as large
 
@@ -240,9 +239,12 @@ def _in_row_major_order(opened: Opened, name: str, source: Source, view: TensorV
         opened.read_into(source.file, [made], source.first_byte + first)
         first = 0
     with as_checkpoint_error(opened.named(name)):
-        flat = torch.frombuffer(made[first:][:nbytes], dtype=dtype_named(view.dtype))
-        if flat.dtype is torch.bool:  # the copy below would make 1 of every other byte
-            check_bytes(opened.named(source.file or name), _UNNAMED, flat.view(torch.uint8).numpy().data)
+        dtype = dtype_named(view.dtype)
+        if (
+            dtype is torch.bool
+        ):  # a copy of bools would make 1 of every other byte, which the check of what was read must see
+            dtype = torch.uint8
+        flat = torch.frombuffer(made[first:][:nbytes], dtype=dtype)
         tensor = torch.as_strided(flat, view.shape, view.stride)
         if view.is_conj:
             tensor = tensor.conj()
@@ -283,6 +285,6 @@ def read_tensor(opened: Opened, sources: Mapping[str, Source], stored: StoredTen
         data = data[stored.start : stored.start + nbytes]
     where = opened.named(source.file or stored.file)
     if dtype is torch.bool:
-        check_bytes(where, stored.key or _UNNAMED, data)
+        check_bytes(where, stored.key or "a tensor in it", data)
     with as_checkpoint_error(where):
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(stored.shape)

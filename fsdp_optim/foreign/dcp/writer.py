@@ -14,6 +14,7 @@ import pickle
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, ClassVar, TypeAlias
 
 from fsdp_optim.errors import CheckpointError, shortened
@@ -285,12 +286,9 @@ def _kinds_of(dtype: str, shape: Shape, num_ranks: int) -> _ChunkKinds:
 
 def _plans(most_nbytes: int, tensors: Sequence[PlannedTensor], num_ranks: int) -> Iterator[_FilePlan]:
     """Yield the plan of each file, in order: at most `most_nbytes` with the frames between the data, or one larger tensor."""
-    plan, kinds = _FilePlan(), dict[tuple[str, Shape], _ChunkKinds]()
+    plan, kinds_of = _FilePlan(), cache(partial(_kinds_of, num_ranks=num_ranks))
     for tensor in tensors:
-        kind = tensor.dtype, tensor.shape
-        chunks = kinds.get(kind)
-        if chunks is None:
-            chunks = kinds[kind] = _kinds_of(*kind, num_ranks)
+        chunks = kinds_of(tensor.dtype, tensor.shape)
         if plan.tensors and plan.place_after(chunks) > most_nbytes:
             yield plan
             plan = _FilePlan()
