@@ -37,7 +37,7 @@ class FlatChunks(Placement):
     own_tensor: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "replicas", tuple(ranks_in_order(group) for group in self.replicas))
+        object.__setattr__(self, "replicas", tuple(map(ranks_in_order, self.replicas)))
         sizes = {len(group) for group in self.replicas}
         if len(sizes) != 1 or 0 in sizes:
             raise LayoutError(

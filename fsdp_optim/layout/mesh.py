@@ -34,7 +34,7 @@ class OnMesh(Placement):
     replicas: tuple[Ranks, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "replicas", tuple(ranks_in_order(group) for group in self.replicas))
+        object.__setattr__(self, "replicas", tuple(map(ranks_in_order, self.replicas)))
         if not self.replicas or any(len(group) != prod(self.mesh_shape) for group in self.replicas):
             raise LayoutError(
                 f"a mesh of shape {self.mesh_shape} needs {prod(self.mesh_shape)} ranks in each replica, not {self.replicas}"

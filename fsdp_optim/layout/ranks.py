@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from functools import cached_property
+from typing import Protocol, SupportsIndex, TypeVar
 
 import numpy
 from numpy.typing import NDArray
@@ -19,11 +20,53 @@ Ranks = Sequence[int]
 """Global ranks in the order of their group: a range wherever they are evenly spaced, so thousands of ranks need no memory."""
 
 
+class _ListedRanks(tuple[int, ...]):
+    """Ranks that no range has. Keeps its hash and the place of each rank: every cut over these ranks asks for them."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        # The first place of a rank that is listed twice, which is refused later.
+        return {rank: place for place, rank in reversed(list(enumerate(self)))}
+
+    def index(self, rank: int, *bounds: SupportsIndex) -> int:
+        if bounds:
+            return super().index(rank, *bounds)
+        place = self._places.get(rank)
+        if place is None:
+            raise ValueError(f"rank {rank} is not in this group of {len(self)} ranks")
+        return place
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._places
+
+    @cached_property
+    def numbers(self) -> NDArray[numpy.int64]:
+        """These ranks as an array, which nobody changes."""
+        numbers = numpy.array(tuple(self), numpy.int64)
+        numbers.flags.writeable = False
+        return numbers
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ranks_in_order, (tuple(self),)  # without what it keeps
+
+
 def ranks_in_order(ranks: Iterable[int]) -> Ranks:
     """Return ranks as a range where they are evenly spaced, else as a tuple, so that equal ranks are equal values."""
     if isinstance(ranks, range) and ranks.step > 0:
         return ranks if ranks else range(0)
-    listed = tuple(ranks)
+    return ranks if isinstance(ranks, _ListedRanks) else _in_order(tuple(ranks))
+
+
+@functools.lru_cache(maxsize=64)
+def _in_order(listed: tuple[int, ...]) -> Ranks:
+    """Return ranks as `ranks_in_order` does. Cached: all cuts over the same ranks share one list."""
     if not listed:
         return range(0)
     step = listed[1] - listed[0] if len(listed) > 1 else 1
@@ -31,7 +74,7 @@ def ranks_in_order(ranks: Iterable[int]) -> Ranks:
         evenly = range(listed[0], listed[-1] + 1, step)
         if len(evenly) == len(listed) and all(a == b for a, b in zip(evenly, listed, strict=True)):
             return evenly
-    return listed
+    return _ListedRanks(listed)
 
 
 def check_distinct(groups: tuple[Ranks, ...]) -> None:
@@ -50,7 +93,7 @@ def ranks_at(group: Ranks, places: NDArray[numpy.int64]) -> NDArray[numpy.int64]
     """Return the ranks at some places of a group."""
     if isinstance(group, range):
         return group.start + group.step * places
-    return numpy.array(group, numpy.int64)[places]
+    return number_array(group)[places]
 
 
 @functools.lru_cache(maxsize=64)
@@ -63,6 +106,8 @@ def number_array(numbers: Sequence[int]) -> NDArray[numpy.int64]:
     """Return ranks or shard numbers as an array, made quickly for a range."""
     if isinstance(numbers, range):
         return numpy.arange(numbers.start, numbers.stop, numbers.step)
+    if isinstance(numbers, _ListedRanks):
+        return numbers.numbers
     return numpy.array(numbers, numpy.int64)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -31,6 +33,7 @@ from fsdp_optim.layout import (
     Shape,
     StridedBoxes,
     Whole,
+    number_array,
     ranks_in_order,
     row_major_strides,
 )
@@ -213,6 +216,62 @@ def test_evenly_spaced_ranks_are_a_range() -> None:
     assert ranks_in_order(range(2, 0, -1)) == (2, 1)
     for ranks in ((4, 6, 7), (6, 4), (2, 2), (4, 6, 8, 11)):
         assert ranks_in_order(ranks) == ranks
+
+
+class CountedRank(int):
+    """A rank that counts how often it is hashed and compared."""
+
+    asked = 0
+
+    def __hash__(self) -> int:
+        CountedRank.asked += 1
+        return int.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:
+        CountedRank.asked += 1
+        return int.__eq__(self, other)  # type: ignore[arg-type]
+
+
+def test_a_list_of_ranks_is_searched_and_hashed_once_for_all_cuts() -> None:
+    """What a rank that is in no range costs a plan: no more with thousands of other ranks than with one."""
+    num = 512
+    group = tuple(map(CountedRank, (*range(0, 2 * (num - 1), 2), 2 * num)))
+
+    def ask(size: int) -> None:
+        flat, mesh = FlatChunks((size,), 0, 1, (ranks,)), MeshBoxes((size, 2), (num,), ((0, 0),), (ranks,))
+        for placement in (flat, mesh):
+            assert placement.shard_of(group[num // 2]) == num // 2
+            assert placement.shard_of(1) is None
+            assert {placement: size}[replace(placement)] == size
+
+    ranks = ranks_in_order(group)
+    ask(1)
+    CountedRank.asked = 0
+    for size in range(2, 12):
+        ask(size)
+    assert CountedRank.asked < 10 * num  # each cut by itself: 60 times
+
+
+def test_ranks_that_no_range_has_are_one_tuple() -> None:
+    ranks, group = ranks_in_order([4, 6, 7]), (4, 6, 7)
+    assert ranks is ranks_in_order((4, 6, 7)) is ranks_in_order(ranks)
+    assert (ranks, hash(ranks)) == (group, hash(group))
+    assert {ranks: 1}[group] == {group: 1}[ranks] == 1
+    assert [ranks.index(rank) for rank in group] == [0, 1, 2]
+    assert ranks.index(6, 1) == ranks.index(6, 0, 2) == 1
+    assert 6 in ranks
+    assert 5 not in ranks
+    for bounds in ((5,), (4, 1), (7, 0, 2)):
+        with pytest.raises(ValueError, match="not in"):
+            ranks.index(*bounds)
+    assert ranks_in_order((2, 1, 2)).index(2) == 0
+    for same in (pickle.loads(pickle.dumps(ranks)), copy.deepcopy(ranks), copy.copy(ranks)):
+        assert (same, type(same), same.index(7)) == (ranks, type(ranks), 2)
+    assert len(pickle.dumps(ranks)) < 100 + len(pickle.dumps(group))
+    numbers = number_array(ranks)
+    assert numbers.tolist() == [4, 6, 7]
+    with pytest.raises(ValueError, match="read-only"):
+        numbers[0] = 1
 
 
 # ------------------------------------------------------------------------------------------------ FlatChunks
