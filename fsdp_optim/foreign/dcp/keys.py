@@ -72,6 +72,13 @@ class _Root:
             return None
         return part[len(self.head) + 1 :], *path[depth + 1 :]
 
+    def below(self, paths: Mapping[str, Path]) -> dict[str, Path]:
+        """Return `rest_of` of the paths that lie here, by key."""
+        path, depth = self.path, len(self.path)
+        if not self.head:  # nearly always, and there may be very many
+            return {key: other[depth:] for key, other in paths.items() if other[:depth] == path and len(other) > depth}
+        return {key: rest for key, other in paths.items() if (rest := self.rest_of(other)) is not None}
+
     def is_above(self, other: _Root) -> bool:
         return self != other and self.rest_of((*other.path, *([other.head] if other.head else []), GROUPS)) is not None
 
@@ -88,28 +95,23 @@ def meaning_of(where: str, paths: Mapping[str, Path], tensors: Mapping[str, int]
 
     Raises CheckpointError that names the candidates, where the structure leaves open which one is the model or the optimizer.
     """
-    roots = _optimizer_roots(paths.values())
-    members: dict[_Root, dict[str, Path]] = {root: {} for root in roots}
-    of_roots = [(root.rest_of, root != _TOP, members[root]) for root in roots]
-    rest = {}
-    for key, path in paths.items():
-        for rest_of, is_below, inner in of_roots:
-            inside = rest_of(path)
-            if inside is not None and (is_below or _is_of_optimizer(inside[0])):
-                inner[key] = inside
-                break
-        else:
-            rest[key] = path
-    roots = _in_order(where, roots)
+    members, rest = dict[_Root, dict[str, Path]](), paths
+    for root in _optimizer_roots(paths.values()):
+        inner = root.below(rest)
+        if root == _TOP:
+            inner = {key: path for key, path in inner.items() if _is_of_optimizer(path[0])}
+        members[root], rest = inner, {key: path for key, path in rest.items() if key not in inner}
+    roots = _in_order(where, [*members])
     optimizers = [_optimizer_tree(f"{where}: {root}", members[root]) for root in roots]
     fqns = {fqn for root in roots for fqn in _fqns(members[root].values())}
     model = _model_root(where, {key: rest[key] for key in rest if key in tensors}, fqns, roots, tensors)
     is_above = model is not None and model != _TOP
+    inside_model = model.below(rest) if model is not None else {}
     weights: dict[str, str] = {}
     module_values: dict[str, Any] = {}
     extra: dict[Any, Any] = {}
     for key, path in rest.items():
-        inside = model.rest_of(path) if model is not None else None
+        inside = inside_model.get(key)
         is_of_module = inside is not None and f".{inside[0]}".endswith(_EXTRA_STATE)
         if inside is not None and len(inside) == 1 and key in tensors and not is_of_module:
             weights[str(inside[0])] = key
@@ -124,17 +126,16 @@ def meaning_of(where: str, paths: Mapping[str, Path], tensors: Mapping[str, int]
 def recorded_meaning(where: str, paths: Mapping[str, Path], tensors: Container[str], roles: SavedRoles) -> Meaning:
     """Return the meaning of keys as the writer has recorded it. `tensors`: the keys of tensors."""
     optim, model, trainers = _recorded_root(roles.optim), _recorded_root(roles.model), frozenset(roles.state)
-    members: dict[str, Path] = {}
+    members = optim.below(paths) if optim is not None else {}
+    inside_model = model.below(paths) if model is not None else {}
     weights: dict[str, str] = {}
     module_values: dict[str, Any] = {}
     extra: dict[Any, Any] = {}
     for key, path in paths.items():
-        of_optim = optim.rest_of(path) if optim is not None else None
-        if of_optim is not None:
-            members[key] = of_optim
+        if key in members:
             continue
         is_trainers = path[0] in _WRITERS_OWN or (bool(trainers) and ascii(path[0]) in trainers)
-        inside = model.rest_of(path) if model is not None and not is_trainers else None
+        inside = inside_model.get(key) if not is_trainers else None
         if inside is None:
             _put(where, extra, path, Leaf(key))
         elif len(inside) == 1 and key in tensors and not f".{inside[0]}".endswith(_EXTRA_STATE):
@@ -239,10 +240,9 @@ def _undotted(path: Path) -> Path:
 
 def _fqns(paths: Iterable[Path]) -> Iterator[str]:
     """Yield the names of parameters in an optimizer's keys; none for ids."""
-    for path in paths:
-        part = path[0]
-        if part == STATE and len(path) > 2:
-            name = str(path[1])
+    for part, fqn in {path[:2] if len(path) > 2 else (path[0], None) for path in paths}:
+        if part == STATE and fqn is not None:
+            name = str(fqn)
         elif isinstance(part, str) and part.startswith((f"{GROUPS}.", f"{STATE}.")):
             name = part.partition(".")[2].rpartition(".")[0]
         else:
@@ -325,7 +325,9 @@ def _listed(where: str, tree: Any) -> Any:
     """Return the tree with lists in the place of dicts whose keys are numbers."""
     if not isinstance(tree, dict):
         return tree
-    made = {part: _listed(where, inner) if type(inner) is dict else inner for part, inner in tree.items()}
+    made = tree
+    if dict in {*map(type, tree.values())}:
+        made = {part: _listed(where, inner) if type(inner) is dict else inner for part, inner in tree.items()}
     if int not in {*map(type, made)}:
         return made
     if sorted(map(str, made)) != sorted(map(str, range(len(made)))) or not all(isinstance(part, int) for part in made):

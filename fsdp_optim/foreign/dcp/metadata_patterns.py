@@ -22,9 +22,15 @@ _INT = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8})"
 TEXT, _SHORT, _LONG, _INT32, _LONG_INT = 0x8C, ord("h"), ord("j"), ord("J"), 0x8A
 _INT_CODES = (ord("K"), ord("M"), _INT32, _LONG_INT)
 _TEXT = rb"\x8c.[ -~]*\x94"  # memoized; text of other characters takes the slow way
-_INTS = (
-    rb"(?:\)|" + _INT + rb"\x85\x94|" + _INT * 2 + rb"\x86\x94|" + _INT * 3 + rb"\x87\x94|\(" + _INT + rb"{4,64}t\x94)"
-)
+
+
+def _tuple_of(item: bytes) -> bytes:
+    """Return the pattern of a tuple of up to 64 items, of which the first three are not read again for each length."""
+    short = item + rb"(?:\x85|" + item + rb"(?:\x86|" + item + rb"\x87))"
+    return rb"(?:" + short + rb"|\(" + item + rb"{4,64}t)\x94"
+
+
+_INTS = rb"(?:\)|" + _tuple_of(_INT) + rb")"
 _NEW_SIZE = _REF + _INTS + rb"\x85\x94R\x94"  # torch.Size, called with a tuple of numbers
 _SIZE = rb"(" + _NEW_SIZE + rb"|" + _REF + rb")"
 _NEW = _REF + rb"\)\x81\x94\}\x94\("  # an object of a class, and the beginning of its attributes
@@ -34,7 +40,9 @@ _PART = rb"(?:" + _REF + rb"|" + _TEXT + rb"|K.|M..)"
 _VALUE = rb"(" + _TEXT + rb"|" + _NEW_SIZE + rb"|" + _REF + rb"|" + _INT + rb"|N)"
 
 _PROPERTIES = _NEW + _REF * 2 + rb"\)\x81\x94\(" + _REF + rb"(?:" + _REF + rb"|[N\x88\x89])*t\x94b" + _REF
-_CHUNK = _NEW + _REF + _SIZE.replace(rb"(", rb"(?:", 1) + _REF + _SIZE.replace(rb"(", rb"(?:", 1) + rb"ub"
+_ANY_SIZE = rb"(?:" + _NEW_SIZE + rb"|" + _REF + rb")"
+_CHUNK = _NEW + _REF + _ANY_SIZE + _REF + _ANY_SIZE + rb"ub"
+_PARTS_OF_CHUNK = rb"(" + _NEW + _REF + rb")" + _SIZE + rb"(" + _REF + rb")" + _SIZE + rb"ub"
 
 TENSORS = re.compile(
     _MORE
@@ -46,9 +54,9 @@ TENSORS = re.compile(
     + _SIZE
     + rb"("
     + _REF
-    + rb"\]\x94)(?:("
-    + _CHUNK
-    + rb")a|\(((?:"
+    + rb"\]\x94)(?:"
+    + _PARTS_OF_CHUNK
+    + rb"a|\(((?:"
     + _CHUNK
     + rb")+)e|)ub|("
     + _REF
@@ -56,21 +64,13 @@ TENSORS = re.compile(
     + _REST,
     re.DOTALL,
 )
-"""Entries of tensors: key, properties, size, list, the chunk, several chunks; or key, class of a value that is no tensor."""
+"""Entries of tensors: key, properties, size, list, the chunk as of `CHUNKS`, several chunks; or key, class of another value."""
 
-CHUNKS = re.compile(rb"(" + _NEW + _REF + rb")" + _SIZE + rb"(" + _REF + rb")" + _SIZE + rb"ub", re.DOTALL)
+CHUNKS = re.compile(_PARTS_OF_CHUNK, re.DOTALL)
 """Chunks: class with the first attribute, offsets, second attribute, sizes."""
 
 PATHS = re.compile(
-    _MORE
-    + rb"((?:"
-    + _REF
-    + rb"|"
-    + _TEXT
-    + rb")(?:"
-    + b"|".join([_PART + rb"\x85", _PART * 2 + rb"\x86", _PART * 3 + rb"\x87", rb"\(" + _PART + rb"{4,64}t"])
-    + rb")\x94)"
-    + _REST,
+    _MORE + rb"((?:" + _REF + rb"|" + _TEXT + rb")" + _tuple_of(_PART) + rb")" + _REST,
     re.DOTALL,
 )
 """Entries of paths, each in one group: key, the parts of the path, and the operation that makes a tuple of them."""

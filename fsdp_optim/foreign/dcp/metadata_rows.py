@@ -6,6 +6,7 @@ Sizes are ids of the memo (`metadata_memo.py`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain, compress
 from typing import Any
 
 import numpy
@@ -99,7 +100,7 @@ class TensorRows:
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows of `TENSORS`."""
-        keys, heads, size_tokens, lists, singles, several, plains, _ = zip(*rows, strict=True)
+        keys, heads, size_tokens, lists, *of_single, several, plains, _ = zip(*rows, strict=True)
         memo = self._memo
         for head in set(heads) - self._heads.keys():
             self._heads[head] = self._dtype_in(head)
@@ -108,8 +109,7 @@ class TensorRows:
             self._checked.add(span)
         dtypes = numpy.array([self._heads[head] for head in heads])
         is_tensor = dtypes != _PLAIN
-        chunks, nums = _chunks(singles, several)
-        firsts, offset_tokens, seconds, sizes_tokens = zip(*chunks, strict=True) if chunks else ((), (), (), ())
+        (firsts, offset_tokens, seconds, sizes_tokens), nums = _chunks(of_single, several)
         for first, second in set(zip(firsts, seconds, strict=True)):
             memo.check_new(first, SavedChunk, "offsets")
             memo.check(refs_in(second)[0], "sizes")
@@ -148,12 +148,22 @@ class TensorRows:
         return self._id_of(self._memo.value(dtype))
 
 
-def _chunks(singles: Sequence[bytes], several: Sequence[bytes]) -> tuple[list[Row], Numbers]:
-    """Return the chunks of all rows, and their number in each row."""
+def _chunks(of_single: Sequence[Row], several: Row) -> tuple[list[Row], Numbers]:
+    """Return the four columns of the chunks of all rows, and their number in each row.
+
+    `of_single`: the columns of the rows that have one chunk; `several`: the chunks of the others.
+    """
+    firsts = of_single[0]
+    if all(firsts):
+        return list(of_single), numpy.ones(len(firsts), numpy.int64)
     if not any(several):
-        return CHUNKS.findall(b"".join(singles)), numpy.array([*map(bool, singles)], numpy.int64)
-    of_rows = [CHUNKS.findall(chunk or chunks) for chunk, chunks in zip(singles, several, strict=True)]
-    return [chunk for chunks in of_rows for chunk in chunks], numpy.array([*map(len, of_rows)], numpy.int64)
+        return [tuple(compress(column, firsts)) for column in of_single], numpy.array([*map(bool, firsts)], numpy.int64)
+    of_rows = [
+        [row] if row[0] else CHUNKS.findall(chunks)
+        for row, chunks in zip(zip(*of_single, strict=True), several, strict=True)
+    ]
+    columns = list(zip(*chain.from_iterable(of_rows), strict=True)) or [()] * len(of_single)
+    return columns, numpy.array([*map(len, of_rows)], numpy.int64)
 
 
 class PathRows:
