@@ -23,8 +23,8 @@ class Adapter(ABC):
     The order of calls, on every rank, for one model:
 
     1. `is_present`; of an absent adapter only `wrapper_parts` is used.
-    2. `is_wrapper_child` for every child of every module, then `stand_ins` once: they make the `ModuleTree`, which gives
-       every later method the modules, their live parameters and the FQNs of the unwrapped model.
+    2. `is_wrapper_child` for the children of every class of module, once for each name, then `stand_ins` once: they make the
+       `ModuleTree`, which gives every later method the modules, their live parameters and the FQNs of the unwrapped model.
     3. `rank_sets`: the ranks that must make a call about this model.
     4. `handles`: the live parameters. The adapters are called in the order of their list, which begins with the users' own, and
        the first Handle for a tensor counts. Then `has_cut` for every tensor without a Handle.
@@ -68,11 +68,12 @@ class Adapter(ABC):
     def is_wrapper_child(self, module: nn.Module, name: str) -> bool:
         """Return whether the child `name` is the wrapped module of `module`, so that the name is not part of an FQN.
 
-        A module of the user's own may have a child of this name too: override this with a check of the class of `module`.
+        A module of the user's own may have a child of this name too: override this with a check of the class of `module`. Nothing
+        else of the module may matter, because the answer counts for all modules of that class.
         """
         return name in self.wrapper_parts
 
-    def stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
+    def stand_ins(self, modules: Collection[nn.Module]) -> Mapping[Place, torch.Tensor]:
         """Return place -> live parameter, where another tensor is registered temporarily."""
         return {}
 

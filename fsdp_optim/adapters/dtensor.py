@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_optim.adapters.base import Adapter, Place
 from fsdp_optim.adapters.dtensor_handle import DTensorHandle
-from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.adapters.tree import ModuleTree, instances_of
 from fsdp_optim.adapters.uneven import check_held, own_part, placed, says_its_part
 from fsdp_optim.layout import Boxes, OnMesh, Ranks, Shape
 from fsdp_optim.layout import Placement as Where
@@ -63,7 +63,7 @@ class DTensorAdapter(Adapter):
                 kinds.add("sharded DTensors")
         return " and ".join(sorted(kinds)) or "DTensors"
 
-    def stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
+    def stand_ins(self, modules: Collection[nn.Module]) -> Mapping[Place, torch.Tensor]:
         return _sharded_params(modules)
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
@@ -131,9 +131,8 @@ class DTensorAdapter(Adapter):
     def reshard(self, tree: ModuleTree) -> None:
         loaded = sys.modules.get(_FULLY_SHARD_MODULE)
         if loaded is not None:
-            for module in tree.modules:
-                if isinstance(module, loaded.FSDPModule):
-                    module.reshard()
+            for module in instances_of(tree.modules, loaded.FSDPModule):
+                module.reshard()
 
 
 def _handle(
@@ -178,7 +177,7 @@ def _check(fqn: str, value: DTensor, placement: OnMesh | Boxes) -> None:
         check_held(fqn, value, placement)
 
 
-def _sharded_params(modules: Iterable[nn.Module]) -> dict[Place, torch.Tensor]:
+def _sharded_params(modules: Collection[nn.Module]) -> dict[Place, torch.Tensor]:
     """Return the sharded parameters of fully_shard, by owner and name.
 
     After a forward pass without a backward pass, unsharded parameters are registered in place of the sharded parameters, which
@@ -222,17 +221,16 @@ def _dims_of(mesh_info: Any) -> frozenset[int]:
     return frozenset(range(mesh_info.mesh.ndim))
 
 
-def _params_of_fsdp(modules: Iterable[nn.Module]) -> Iterator[Any]:
+def _params_of_fsdp(modules: Collection[nn.Module]) -> Iterator[Any]:
     """Yield the parameters of fully_shard, as torch describes them."""
     loaded = sys.modules.get(_FULLY_SHARD_MODULE)
     if loaded is None:
         return
-    for module in modules:
-        if isinstance(module, loaded.FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch < 2.11 has one group at most
-            for group in groups if groups is not None else filter(None, [state._fsdp_param_group]):
-                yield from group.fsdp_params
+    for module in instances_of(modules, loaded.FSDPModule):
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch < 2.11 has one group at most
+        for group in groups if groups is not None else filter(None, [state._fsdp_param_group]):
+            yield from group.fsdp_params
 
 
 def _params(tree: ModuleTree) -> list[tuple[DTensor, list[tuple[nn.Module, str]]]]:

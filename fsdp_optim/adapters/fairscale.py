@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters.base import Adapter
-from fsdp_optim.adapters.tree import ModuleTree, is_loaded_class, summoned
+from fsdp_optim.adapters.tree import ModuleTree, instances_of, is_loaded_class, summoned
 from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.layout import Ranks, flat_chunks, ranks_in_order
 from fsdp_optim.view import Handle, Original
@@ -80,7 +80,7 @@ class FairscaleAdapter(Adapter):
 def _units(tree: ModuleTree) -> tuple[FullyShardedDataParallel, ...]:
     """Return fairscale's FSDP units in fairscale's order, including units without parameters."""
     cls = sys.modules[_MODULE].FullyShardedDataParallel
-    return tuple(module for module in tree.modules if isinstance(module, cls))
+    return tuple(instances_of(tree.modules, cls))
 
 
 def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Parameter, index: int, ranks: Ranks) -> Handle:

@@ -6,7 +6,7 @@ It follows the source of torch 2.13. Only this file uses that wrapper's private 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters.base import Adapter, Place
-from fsdp_optim.adapters.tree import ModuleTree, is_loaded_class, summoned
+from fsdp_optim.adapters.tree import ModuleTree, instances_of, is_loaded_class, summoned
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import MeshBoxes, Placement, Ranks, Shape, Whole, flat_chunks, ranks_in_order
 from fsdp_optim.tensors.dtensors import dtensor
@@ -55,12 +55,12 @@ class FSDP1Adapter(Adapter):
         by_id = {id(replicas): replicas for unit in tree.listed(_units) for replicas in [_replicas(tree, unit)]}
         return (ranks for replicas in by_id.values() for ranks in replicas)
 
-    def stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
+    def stand_ins(self, modules: Collection[nn.Module]) -> Mapping[Place, torch.Tensor]:
         """Return the originals of units that a forward pass with gradients has left unsharded, with torch's views registered."""
         cls = sys.modules[_MODULE].FullyShardedDataParallel
         live: dict[Place, torch.Tensor] = {}
-        for unit in modules:
-            if isinstance(unit, cls) and unit._handle is not None and unit._handle._use_orig_params:
+        for unit in instances_of(modules, cls):
+            if unit._handle is not None and unit._handle._use_orig_params:
                 flat = unit._handle.flat_param
                 infos = (*flat._param_infos, *flat._shared_param_infos)
                 for info, param in zip(infos, (*(flat._params or ()), *(flat._shared_params or ())), strict=True):
@@ -83,8 +83,8 @@ class FSDP1Adapter(Adapter):
     def cast_buffers(self, tree: ModuleTree) -> Iterator[torch.Tensor]:
         """Yield the floating point buffers of units whose MixedPrecision has a buffer_dtype."""
         cls = sys.modules[_MODULE].FullyShardedDataParallel
-        for unit in tree.modules:
-            if isinstance(unit, cls) and unit.mixed_precision.buffer_dtype is not None:
+        for unit in instances_of(tree.modules, cls):
+            if unit.mixed_precision.buffer_dtype is not None:
                 yield from (buffer for buffer in unit.buffers() if buffer.is_floating_point())
 
     def reshard(self, tree: ModuleTree) -> None:
@@ -99,7 +99,7 @@ class FSDP1Adapter(Adapter):
 def _units(tree: ModuleTree) -> Sequence[FullyShardedDataParallel]:
     """Return the units that have parameters themselves."""
     cls = sys.modules[_MODULE].FullyShardedDataParallel
-    return [module for module in tree.modules if isinstance(module, cls) and module._handle is not None]
+    return [unit for unit in instances_of(tree.modules, cls) if unit._handle is not None]
 
 
 def _handle_of(unit: FullyShardedDataParallel) -> FlatParamHandle:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -204,7 +204,7 @@ class ModelReader:
         """
         return read_module_values(self._tree, view, _renamed_by(name_of), runs_hooks=runs_hooks)
 
-    def _stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
+    def _stand_ins(self, modules: Collection[nn.Module]) -> Mapping[Place, torch.Tensor]:
         live_params: dict[Place, torch.Tensor] = {}
         for adapter in self._adapters:
             live_params.update(adapter.stand_ins(modules))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters.base import Adapter
-from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.adapters.tree import ModuleTree, instances_of
 from fsdp_optim.layout import Ranks, Shape, Whole
 from fsdp_optim.view import Handle, Original
 
@@ -43,17 +43,14 @@ class ReplicatedAdapter(Adapter):
         return "DDP"
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
-        ddp_class = _ddp_class()
-        return (_ranks(module) for module in tree.modules if isinstance(module, ddp_class))
+        return map(_ranks, instances_of(tree.modules, _ddp_class()))
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
         ddp_ranks: dict[int, tuple[int, ...]] = {}
-        ddp_class = _ddp_class()
         # By shape, ranks, and whether these keep replicas equal. What depends on a placement is kept by its identity.
         alike: dict[tuple[Shape, tuple[int, ...], bool], tuple[Mapping[str, Any], Whole]] = {}
-        for module in tree.modules:
-            if isinstance(module, ddp_class):
-                ddp_ranks.update(dict.fromkeys(map(id, module.parameters()), _ranks(module)))
+        for module in instances_of(tree.modules, _ddp_class()):
+            ddp_ranks.update(dict.fromkeys(map(id, module.parameters()), _ranks(module)))
         for param, sites in tree.params():
             if id(param) not in claimed:
                 kept_equal_on = ddp_ranks.get(id(param))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +16,11 @@ from fsdp_optim.errors import WrapperError
 IsWrapperChild = Callable[[nn.Module, str], bool]
 """(module, name of a child) -> whether the child is the wrapped module, so that the name is not part of an FQN."""
 
-StandIns = Callable[[Iterable[nn.Module]], Mapping[tuple[nn.Module, str], torch.Tensor]]
+StandIns = Callable[[Collection[nn.Module]], Mapping[tuple[nn.Module, str], torch.Tensor]]
 """modules -> (module, attribute) -> live parameter, where another tensor is registered temporarily."""
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 
 _TRANSPARENT = {
     "_orig_mod": ("torch._dynamo.eval_frame", "OptimizedModule"),
@@ -44,6 +45,12 @@ def is_loaded_class(module: nn.Module, place: str, name: str) -> bool:
     return cls is not None and isinstance(module, cls)
 
 
+def instances_of(modules: Collection[nn.Module], cls: type[M]) -> list[M]:
+    """Return the modules of a class, in their order. Each class is asked once: a model has many modules of few classes."""
+    classes = {kind for kind in set(map(type, modules)) if issubclass(kind, cls)}
+    return [module for module in modules if type(module) in classes] if classes else []  # type: ignore[misc]
+
+
 class _Site(Struct, frozen=True):
     index: int
     path: str
@@ -61,6 +68,8 @@ class ModuleTree:
         """`roots`: the model, or the pipeline stages of this rank, which have the FQNs of the complete model."""
         self.root = roots[0]
         self._is_wrapper_child = is_wrapper_child
+        # Whether the name of a child is in no FQN, by the class of its parent and the name.
+        self._inside: dict[tuple[type[nn.Module], str], bool] = {}
         self._sites: dict[nn.Module, _Site] = {}
         self._other_paths: list[tuple[str, nn.Module]] = []
         self._known: dict[tuple[int, ...], tuple[tuple[object, ...], Any]] = {}
@@ -85,8 +94,11 @@ class ModuleTree:
         for name, child in module._modules.items():
             if child is None:
                 continue
-            transparent = is_transparent(module, name) or self._is_wrapper_child(module, name)
-            self._visit(child, path if transparent else join(path, name))
+            kind = type(module), name
+            is_inside = self._inside.get(kind)
+            if is_inside is None:
+                is_inside = self._inside[kind] = is_transparent(module, name) or self._is_wrapper_child(module, name)
+            self._visit(child, path if is_inside else join(path, name))
 
     def root_of(self, module: nn.Module) -> int:
         """Return the number of the root, in the order in which the roots were given, that has a module."""
@@ -114,8 +126,8 @@ class ModuleTree:
         return result
 
     @property
-    def modules(self) -> Iterator[nn.Module]:
-        return iter(self._sites)
+    def modules(self) -> Collection[nn.Module]:
+        return self._sites.keys()
 
     def path(self, module: nn.Module) -> str:
         return self._sites[module].path

@@ -106,8 +106,17 @@ def is_usual_dtensor(value: object) -> bool:
 
 def is_partial(value: DTensor) -> bool:
     """Return whether each rank holds only its part of a reduction."""
-    placements = value._spec.placements
-    return placements[0].is_partial() if len(placements) == 1 else any(each.is_partial() for each in placements)
+    placements, usual = value._spec.placements, _usual_cuts()
+    if len(placements) == 1:
+        return type(placements[0]) not in usual and placements[0].is_partial()
+    return any(type(each) not in usual and each.is_partial() for each in placements)
+
+
+@functools.cache
+def _usual_cuts() -> frozenset[type[Placement]]:
+    """Return torch's classes of placements of which none is partial. Each DTensor is asked, and the placement answers slowly."""
+    module = sys.modules[_MODULE]
+    return frozenset([module.Shard, module.Replicate])
 
 
 def is_complete(value: DTensor) -> bool:

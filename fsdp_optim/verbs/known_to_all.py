@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from operator import attrgetter
 
 from msgspec import structs
 
-from fsdp_optim.layout import Placement
-from fsdp_optim.layout.once import once_each
 from fsdp_optim.state.live.local import LocalOptim
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.view import ModelView, NamedHandle
@@ -27,10 +23,11 @@ def with_all_names(view: ModelView, global_state: GlobalState) -> ModelView:
 def with_all_listed(view: ModelView, optim: LocalOptim, global_state: GlobalState) -> tuple[ModelView, LocalOptim]:
     """Return both with the shards of all ranks, where an adapter knows only the shards of its own rank."""
     listed, params = dict[int, NamedHandle](), global_state.params
-    is_open: Callable[[Placement], bool] = once_each(attrgetter("is_open"))
-    for named in view.handles:
-        if not any(map(is_open, [original.placement for original in named.handle.originals])):
-            continue  # nearly always
+    placements = {id(each.placement): each.placement for named in view.handles for each in named.handle.originals}
+    are_open = {key for key, placement in placements.items() if placement.is_open}
+    for named in view.handles if are_open else ():
+        if are_open.isdisjoint([id(original.placement) for original in named.handle.originals]):
+            continue
         originals = tuple(
             structs.replace(original, placement=params[fqn].placement) if fqn in params else original
             for fqn, original in zip(named.fqns, named.handle.originals, strict=True)

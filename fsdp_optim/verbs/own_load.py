@@ -122,13 +122,12 @@ class _PutRight:
             param = params[key]
             device = param.device
             offloaded = _offloaded_names(live.get(param) or {}, values, keeps_on_cpu) if device.type != "cpu" else _NONE
-            changing = [*changing_names(param, values), *offloaded]
-            is_kept = not changing and not self._own_setstate and _stays(values, device, moves_steps=moves_steps)
-            if is_kept and key is not first:
+            may_hand_on = key is not first and not offloaded and not self._own_setstate
+            if may_hand_on and _stays(param, device, values, moves_steps=moves_steps):
                 self._handed_on.append(key)
                 del state[key]
-            elif changing:
-                self._changing_of[key] = dict.fromkeys(changing)
+            elif changing := dict.fromkeys([*changing_names(param, values), *offloaded]):
+                self._changing_of[key] = changing
                 self._kept_of[key] = offloaded
                 withheld = {name for name in changing if _is_withheld(name, values[name], self._own_setstate)}
                 if withheld:
@@ -213,17 +212,19 @@ def _is_withheld(name: object, value: object, own_setstate: bool) -> bool:
     return not own_setstate or not isinstance(value, (torch.Tensor, dict, list, tuple, set))
 
 
-def _stays(values: Mapping[Any, Any], device: torch.device, *, moves_steps: bool) -> bool:
-    """Return whether torch's load leaves all values of a parameter as they are. The caller knows that it casts none of them.
+def _stays(param: torch.Tensor, device: torch.device, values: Mapping[Any, Any], *, moves_steps: bool) -> bool:
+    """Return whether torch's load leaves all values of a parameter as they are, so that it would change none of them.
 
     `moves_steps`: it makes each `step` a float32 on the parameter's device, as fused and capturable optimizers need it.
     torch's own __setstate__ makes tensors of numbers.
     """
+    dtype = param.dtype  # asked once: a DTensor answers slowly
+    is_float = dtype.is_floating_point
     for name, value in values.items():
         if not isinstance(value, torch.Tensor):
             return False
         if name != "step":
-            if value.device != device:
+            if (is_float and value.dtype != dtype) or value.device != device:
                 return False
         elif moves_steps and (value.dtype != torch.float32 or value.device != device):
             return False

@@ -6,9 +6,11 @@ import tempfile
 import unittest
 from pathlib import Path
 
+import torch
 from kit.cases import expand, some
 from kit.checkpoints import load, save
 from kit.compare import check_same
+from kit.local_parts import local_of
 from kit.shards import SHARDS
 from kit.tables import Table
 from kit.trained import STEPS, Oracle, Trained
@@ -29,6 +31,24 @@ def trip(kind: str) -> None:
 
 
 TRIPS = Table(trip, *some([(size, kind) for size in (4, 2, 1) for kind in SHARDS], every=4))
+
+
+def notes_of(optim: torch.optim.Optimizer) -> list[object]:
+    return [values["note"] for values in optim.state.values()]
+
+
+def opaque(kind: str) -> None:
+    """Each rank's own value comes back to it, though a rank knows only its own shards of the parameters."""
+    source, target = Trained(SHARDS[kind]), Trained(SHARDS[kind])
+    for values in source.optim.state.values():
+        values["note"] = ["of", *local_of(values["exp_avg"]).flatten().tolist()]
+    full = source.gather(0)
+    shard = fsdp_optim.scatter_full_optim_state_dict(target.model, target.optim, full, source_rank=0)
+    fsdp_optim.load_optim_state_dict(target.optim, shard)
+    check_same("notes", notes_of(target.optim), notes_of(source.optim))
+
+
+OPAQUE = Table(opaque, *some([(size, kind) for size in (4, 2) for kind in SHARDS], every=2))
 
 
 def save_to(path: Path) -> None:
@@ -56,6 +76,11 @@ class TestOwnShards(unittest.TestCase):
     def test_every_verb(self, world_size: int, kind: str) -> None:
         """A round trip with uneven shards, several shards on one rank, and ranks without shards."""
         TRIPS(world_size, kind)
+
+    @expand(*OPAQUE.soon_and_later)
+    def test_opaque_values(self, world_size: int, kind: str) -> None:
+        """Values that are no tensors, of each shard."""
+        OPAQUE(world_size, kind)
 
     @expand(soon=[(4, 2)], later=[(2, 2), (2, 4)])
     def test_save_and_load(self, saved: int, loaded: int) -> None:

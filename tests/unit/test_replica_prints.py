@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 
-from fsdp_optim.layout import Whole
+from fsdp_optim.layout import FlatChunks, Whole
 from fsdp_optim.state.live import LocalParam
 from fsdp_optim.state.merged import prints
 from fsdp_optim.state.merged.prints import prints_of_states
@@ -49,6 +51,38 @@ def in_other_memory(value: torch.Tensor) -> list[torch.Tensor]:
         value.clone().requires_grad_(),
         lazily,
     ]
+
+
+class CopiedHandle(Handle):
+    """A wrapper that says in its own way which elements are held."""
+
+    def held(self, value: torch.Tensor) -> torch.Tensor | None:
+        return value.detach().clone() if self.is_held(value) else None
+
+
+def test_how_a_wrapper_holds_a_value_makes_no_difference():
+    state = {**moments(), "scale": torch.tensor([2.0]), "count": 3, "none": None}
+    param = param_of(state)
+    handle = CopiedHandle(**{field.name: getattr(param.handle, field.name) for field in fields(Handle)})
+    copied = structs.replace(param, named=structs.replace(param.named, handle=handle))
+    assert print_of_state(copied) == print_of_state(param)
+    other = structs.replace(copied, state={**state, "exp_avg": flipped(state["exp_avg"], 5)})
+    assert print_of_state(other) != print_of_state(copied)
+
+
+@pytest.mark.parametrize("kind", [Handle, CopiedHandle])
+def test_padding_makes_no_difference(kind):
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(6))
+    flat = Original(module, "weight", FlatChunks((10,), 0, 6, ((1, 0),)))
+    handle = kind(param=module.weight, originals=(flat,), local_shape=(6,), num_padded=(0, 2))
+
+    def print_of(values: list[float]) -> str:
+        return print_of_state(LocalParam(0, 0, NamedHandle(handle, ("a",)), {"exp_avg": torch.tensor(values)}))
+
+    wanted = print_of([1, 2, 3, 4, 0, 0])
+    assert print_of([1, 2, 3, 4, 5, 6]) == wanted
+    assert print_of([1, 2, 3, 5, 0, 0]) != wanted
 
 
 def test_the_memory_and_the_order_of_values_make_no_difference():

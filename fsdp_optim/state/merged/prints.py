@@ -12,7 +12,7 @@ import xxhash
 
 from fsdp_optim.layout import Placement, RankSet
 from fsdp_optim.state.live.local import LocalParam
-from fsdp_optim.state.merged.replicas import elements_of, is_cut_among_replicas, print_of_value
+from fsdp_optim.state.merged.replicas import is_cut_among_replicas, print_of_value, without_padding
 from fsdp_optim.state.values.same import fingerprint_of
 from fsdp_optim.tensors.memory import is_plain
 from fsdp_optim.tensors.side_by_side import side_by_side
@@ -100,6 +100,7 @@ class _Batch:
 
     def add(self, param: LocalParam, rank: int) -> None:
         handle, state = param.handle, param.state or {}
+        is_usual = _holds_values_unchanged(handle)
         names = tuple(state)
         order = self._orders.get(names)
         if order is None:
@@ -107,15 +108,17 @@ class _Batch:
         described = list[_Described]()
         for name in order:
             value = state[name]
-            if is_cut_among_replicas(handle, value, rank):
-                continue
-            small = _small_of(handle, value, rank)
-            if small is None:
-                described.append((name, print_of_value(param, name, rank)))
+            if not (is_usual and is_plain(value)) and isinstance(value, torch.Tensor):
+                held = handle.held(value)
+                if held is None and is_cut_among_replicas(handle, value, rank):
+                    continue
+                value = value if held is None else without_padding(handle, held, rank)
+            if is_plain(value) and _is_small(value):
+                described.append((name, value.dtype, value.shape))
+                self._parts.append(value)
+                self._nbytes += value.nbytes
             else:
-                described.append((name, small.dtype, small.shape))
-                self._parts.append(small)
-                self._nbytes += small.nbytes
+                described.append((name, print_of_value(param, name, rank)))
         self._of_params.append((tuple(described), len(self._parts)))
 
     def prints(self) -> Iterator[str]:
@@ -142,10 +145,13 @@ def _head_of(described: Sequence[_Described]) -> bytes:
     return fingerprint_of(shown).encode()
 
 
-def _small_of(handle: Handle, value: object, rank: int) -> torch.Tensor | None:
-    """Return this rank's elements of a small tensor on the host; None for any other value, on all replicas alike."""
-    if not isinstance(value, torch.Tensor):
-        return None
-    held = elements_of(handle, value, rank)
-    is_usual = is_plain(held) and held.dtype in _SMALL_DTYPES and held.layout is torch.strided
-    return held if is_usual and held.is_cpu and held.nbytes <= _SMALL_NBYTES and not held.is_nested else None
+def _is_small(value: torch.Tensor) -> bool:
+    """Return whether a tensor of torch's own classes is small, and on the host: on all replicas alike."""
+    is_usual = value.dtype in _SMALL_DTYPES and value.layout is torch.strided and not value.is_nested
+    return is_usual and value.is_cpu and value.nbytes <= _SMALL_NBYTES
+
+
+def _holds_values_unchanged(handle: Handle) -> bool:
+    """Return whether the elements of a plain tensor on this rank are all of the tensor, whether it is cut or not."""
+    cls = type(handle)
+    return cls.held is Handle.held and cls.is_marked is Handle.is_marked and not any(handle.num_padded)

@@ -39,8 +39,13 @@ def print_of_value(param: LocalParam, name: str, rank: int) -> str:
 def elements_of(handle: Handle, value: torch.Tensor, rank: int) -> torch.Tensor:
     """Return this rank's elements of a value that is cut like the parameter, without padding; any other value unchanged."""
     held = handle.held(value)
-    if held is None or not any(handle.num_padded):
-        return value if held is None else held
+    return value if held is None else without_padding(handle, held, rank)
+
+
+def without_padding(handle: Handle, held: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return this rank's elements of a value that is cut like the parameter, from what `Handle.held` gives."""
+    if not any(handle.num_padded):
+        return held
     shard = handle.originals[0].placement.shard_of(rank)
     return held if shard is None else held[: len(held) - handle.num_padded[shard]]
 

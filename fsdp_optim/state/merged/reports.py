@@ -91,7 +91,7 @@ class RankReport:
         numbers: dict[tuple[object, ...], int] = {}  # of kinds, by the ids of their parts, which the report keeps alive
         lines = []
         for param in self.params:
-            others = param.group_index, param.collected, param.fingerprint, param.loose, param.what
+            others = param.group_index, param.collected, param.loose, param.what
             alike = (*map(id, param.placements), id(param.num_padded), id(param.summary), others)
             number = numbers.get(alike)
             if number is None:
@@ -100,9 +100,9 @@ class RankReport:
                 kind = *[parts.setdefault(text, len(parts)) for text in texts], *others
                 number = numbers[alike] = kinds.setdefault(kind, len(kinds))
             lines.append(number)
-        fqns = [param.fqns for param in self.params]
+        fqns, prints = [param.fqns for param in self.params], [param.fingerprint for param in self.params]
         fused = [(number, param.fused) for number, param in enumerate(self.params) if param.fused]
-        return f"{replace(self, params=())!r} {fqns!r} {fused!r} {lines!r} {list(kinds)!r} {list(parts)!r}"
+        return f"{replace(self, params=())!r} {fqns!r} {prints!r} {fused!r} {lines!r} {list(kinds)!r} {list(parts)!r}"
 
 
 ReportsByRanks = Sequence[tuple[RankReport, tuple[int, ...]]]
