@@ -1,19 +1,21 @@
-"""The memo of the pickle of torch's metadata, whose entries are read as rows: its texts and sizes, by number.
+"""The memo of the pickle of torch's metadata, whose entries are read as rows: its texts, sizes and objects, by number.
 
-Nothing else that rows have added to the memo is needed. Where a value is named again by its number, and is neither a text nor a
-size, the entry is not torch's.
+Of the objects those that entries may share: properties, places, and what is said of values that are no tensors. Nothing else that
+rows have added to the memo is needed: where such a value is named again by its number, the entry is not torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 
 from fsdp_optim.foreign.dcp.metadata_patterns import Numbers, Tokens, refs_in, size_in
 from fsdp_optim.layout import Shape
+
+T = TypeVar("T")
 
 NO_SIZE = -1
 NONE = b"N"
@@ -39,7 +41,7 @@ class _Growing:
         self._num = end
 
 
-class _Memoized:
+class Memoized:
     """The values of one kind that rows have added to the memo, by number: each value is an index into a list.
 
     All numbers of an `add` are above those before.
@@ -73,17 +75,40 @@ class Memo:
         self._new_sizes: dict[bytes, int] = {}
         self._texts, self._num_texts = numpy.empty(1024, object), 0
         self._each_once: dict[str, str] = {}
-        self._of_texts, self._of_sizes = _Memoized(), _Memoized()
+        self._of_texts, self._of_sizes = Memoized(), Memoized()
+        self._of_objects: list[tuple[Memoized, Callable[[int], Any]]] = []
 
     def value(self, number: int) -> Any:
-        """Return one value. Raises KeyError for one that is neither a text nor a size, of rows."""
+        """Return one value. Raises KeyError for one of rows that is no text, no size, and none of `objects`."""
         if number in self.others:
             return self.others[number]
         at = numpy.array([number])
         (text,), (size,) = self._of_texts.at(at).tolist(), self._of_sizes.at(at).tolist()
-        if text < 0 and size < 0:
-            raise KeyError(number)
-        return self._texts[text] if text >= 0 else self.sizes[size]
+        if text >= 0 or size >= 0:
+            return self._texts[text] if text >= 0 else self.sizes[size]
+        for numbers, made in self._of_objects:
+            (index,) = numbers.at(at).tolist()
+            if index >= 0:
+                return made(index)
+        raise KeyError(number)
+
+    def objects(self, made: Callable[[int], Any]) -> Memoized:
+        """Return where rows add objects of one kind, by number. `made`: returns the object of what they add for it."""
+        numbers = Memoized()
+        self._of_objects.append((numbers, made))
+        return numbers
+
+    def value_before(self, number: int, length: int, cls: type[T]) -> T:
+        """Return an object of a class that an entry names, before which the memo has so many values.
+
+        Raises ValueError for another object, and for one that comes later.
+        """
+        if number >= length:
+            raise ValueError("a reference to what comes later")
+        value = self.value(number)
+        if isinstance(value, cls):
+            return value
+        raise ValueError(f"a {type(value).__name__} in the place of a {cls.__name__}")
 
     # -------------------------------------------------------------------------------------- texts
 

@@ -39,7 +39,8 @@ _REST = rb"|(.+)"  # takes all that follows the last entry that matches, so that
 _PART = rb"(?:" + _REF + rb"|" + _TEXT + rb"|K.|M..)"
 _VALUE = rb"(" + _TEXT + rb"|" + _NEW_SIZE + rb"|" + _REF + rb"|" + _INT + rb"|N)"
 
-_PROPERTIES = _NEW + _REF * 2 + rb"\)\x81\x94\(" + _REF + rb"(?:" + _REF + rb"|[N\x88\x89])*t\x94b" + _REF
+_NEW_PROPERTIES = rb"\)\x81\x94\(" + _REF + rb"(?:" + _REF + rb"|[N\x88\x89])*t\x94b"
+_PROPERTIES = _NEW + _REF * 2 + rb"(?:" + _NEW_PROPERTIES + rb")?" + _REF  # those of another tensor, or new ones
 _ANY_SIZE = rb"(?:" + _NEW_SIZE + rb"|" + _REF + rb")"
 _CHUNK = _NEW + _REF + _ANY_SIZE + _REF + _ANY_SIZE + rb"ub"
 _PARTS_OF_CHUNK = rb"(" + _NEW + _REF + rb")" + _SIZE + rb"(" + _REF + rb")" + _SIZE + rb"ub"
@@ -60,11 +61,16 @@ TENSORS = re.compile(
     + _CHUNK
     + rb")+)e|)ub|("
     + _REF
-    + rb"\)\x81\x94)(?=[\x8cu]))"
+    + rb"(?:\)\x81\x94(?=[\x8cu])|(?=u|"
+    + _TEXT
+    + rb"(?!\x93)))))"  # the text is the next key, and not the name of a class
     + _REST,
     re.DOTALL,
 )
-"""Entries of tensors: key, properties, size, list, the chunk as of `CHUNKS`, several chunks; or key, class of another value."""
+"""Entries of tensors: key, properties, size, list, the chunk as of `CHUNKS`, several chunks; or of other values: key, object.
+
+Properties and objects of values are new ones, or those of an entry before.
+"""
 
 CHUNKS = re.compile(_PARTS_OF_CHUNK, re.DOTALL)
 """Chunks: class with the first attribute, offsets, second attribute, sizes."""
@@ -90,17 +96,22 @@ PLACES = re.compile(
     + _NEXT
     + rb"(?:"
     + _NEXT
-    + rb")?ub("
+    + rb")?ub(?:("
     + _NEW
     + _REF
     + rb")"
     + _VALUE
     + _NEXT * 2
-    + rb"ub"
+    + rb"ub|("
+    + _REF
+    + rb")(?=u|"
+    + _REF
+    + rb"\)))"  # the next entry makes an object
     + _REST,
     re.DOTALL,
 )
-"""Entries of places: class and first attribute of the index, value, attribute, value, attribute, value; the same of the place.
+"""Entries of places: class and first attribute of the index, value, attribute, value, attribute, value; the same of the place,
+or one that is there already.
 
 The last attribute of the index may be missing.
 """

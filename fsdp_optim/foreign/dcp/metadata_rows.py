@@ -33,6 +33,8 @@ _PLAIN = -1  # in the place of a dtype: a value that is no tensor
 _TUPLES = tuple(b"t\x85\x86\x87")
 _OF_OBJECT = 2  # values that an object adds to the memo: itself, and its attributes
 _HEAD = 5  # values that a tensor adds to the memo before its size: key, object, attributes, properties, their tuple
+_SHARED_HEAD = 3  # the same, where the properties are those of another tensor
+_REFS_OF_SHARED_HEAD = 4  # class, the attribute of the properties, these, the attribute of the size
 
 Row = tuple[bytes, ...]
 
@@ -40,6 +42,16 @@ Row = tuple[bytes, ...]
 def _starts(lengths: Numbers, first: int) -> Numbers:
     """Return where each of several ranges begins that lie end to end."""
     return numpy.cumsum(lengths) - lengths + first
+
+
+def _firsts(tokens: Row) -> dict[bytes, int]:
+    """Return the first row of each token."""
+    return {token: row for row, token in reversed(list(enumerate(tokens)))}
+
+
+def is_new(plain: bytes) -> bool:
+    """Return whether the span of a value that is no tensor makes an object of a class, and does not name one."""
+    return len(plain) > (2 if plain[:1] == b"h" else 5)
 
 
 class TensorRows:
@@ -53,7 +65,11 @@ class TensorRows:
             name: [] for name in ("dtype", "size", "num_chunks", "offsets", "sizes")
         }
         self._heads: dict[bytes, int] = {b"": _PLAIN}
+        self._adds_of_head: dict[bytes, int] = {b"": 0}
+        self._adds_of_plain: dict[bytes, int] = {b"": 0}
         self._checked: set[bytes] = {b""}
+        self._properties = memo.objects(self._properties_of)
+        self._plains = memo.objects(lambda _: SavedBytes())
 
     def column(self, name: str) -> Numbers:
         """Return one of the columns: `dtype`, `size`, `num_chunks` of each row, or `offsets`, `sizes` of each chunk."""
@@ -102,13 +118,20 @@ class TensorRows:
         """Add rows of `TENSORS`."""
         keys, heads, size_tokens, lists, *of_single, several, plains, _ = zip(*rows, strict=True)
         memo = self._memo
-        for head in set(heads) - self._heads.keys():
-            self._heads[head] = self._dtype_in(head)
-        for span in {*lists, *plains} - self._checked:
-            memo.check(refs_in(span)[0], "chunks" if span.endswith(b"]\x94") else SavedBytes)
+        for span in {*lists} - self._checked:
+            memo.check(refs_in(span)[0], "chunks")
             self._checked.add(span)
-        dtypes = numpy.array([self._heads[head] for head in heads])
-        is_tensor = dtypes != _PLAIN
+        for head in set(heads) - self._adds_of_head.keys():
+            self._adds_of_head[head] = adds = _HEAD if len(refs_in(head)) > _REFS_OF_SHARED_HEAD else _SHARED_HEAD
+            if adds == _HEAD:
+                self._heads[head] = self._dtype_in(head)
+        for plain in set(plains) - self._adds_of_plain.keys():
+            self._adds_of_plain[plain] = adds = 2 if is_new(plain) else 1  # the key, and the object
+            if adds == 2:
+                memo.check(refs_in(plain)[0], SavedBytes)
+                self._checked.add(plain)
+        of_heads = numpy.array([self._adds_of_head[head] for head in heads])
+        of_plains = numpy.array([self._adds_of_plain[plain] for plain in plains])
         (firsts, offset_tokens, seconds, sizes_tokens), nums = _chunks(of_single, several)
         for first, second in set(zip(firsts, seconds, strict=True)):
             memo.check_new(first, SavedChunk, "offsets")
@@ -117,7 +140,7 @@ class TensorRows:
         (size, of_size), (offsets, of_offsets), (sizes, of_sizes) = map(
             memo.new_sizes, (size_tokens, offset_tokens, sizes_tokens)
         )
-        before = numpy.where(is_tensor, _HEAD + of_size + 1, 2)
+        before = of_plains + numpy.where(of_heads > 0, of_heads + of_size + 1, 0)
         per_chunk = 2 + of_offsets + of_sizes
         row_of = numpy.repeat(numpy.arange(len(rows)), nums)
         in_chunks = numpy.bincount(row_of, per_chunk, len(rows)).astype(numpy.int64)
@@ -126,16 +149,52 @@ class TensorRows:
         of_chunks += (starts + before - _starts(in_chunks, 0))[row_of]
         memo.length += int(before.sum() + per_chunk.sum())
         texts = memo.texts(Tokens(keys), starts)
+        dtypes = self._dtypes(heads, starts, of_heads)
+        self._check_plains(plains, starts, of_plains)
         after = of_chunks + 2 + of_offsets
         memo.add_sizes(
-            [starts + _HEAD + of_size - 1, after - 1, after + of_sizes - 1],
+            [starts + of_heads + of_size - 1, after - 1, after + of_sizes - 1],
             [size, offsets, sizes],
         )
         columns = [size_tokens, offset_tokens, sizes_tokens]
-        befores = [starts + _HEAD, of_chunks + 2, after]
+        befores = [starts + of_heads, of_chunks + 2, after]
         for tokens, ids, before in zip(columns, (size, offsets, sizes), befores, strict=True):
             memo.resolve_sizes(tokens, ids, before)
         self._add(texts, dtype=dtypes, size=size, num_chunks=nums, offsets=offsets, sizes=sizes)
+
+    def _dtypes(self, heads: Row, starts: Numbers, of_heads: Numbers) -> Numbers:
+        """Return the ids of the dtypes of some rows. `starts`: how many values the memo has before each."""
+        are_new = numpy.flatnonzero(of_heads == _HEAD)
+        new = [self._heads[heads[at]] for at in are_new.tolist()]
+        self._properties.add(starts[are_new] + _HEAD - 2, numpy.array(new, numpy.int64))
+        unknown = set(heads) - self._heads.keys()
+        for head, at in _firsts(heads).items() if unknown else ():
+            if head in unknown:
+                self._heads[head] = self._shared_dtype_in(head, int(starts[at]))
+        return numpy.array([self._heads[head] for head in heads])
+
+    def _shared_dtype_in(self, head: bytes, length: int) -> int:
+        """Return the id of the dtype of properties of another tensor. `length`: of the memo before the first row of this kind."""
+        of_class, attribute, number, size = refs_in(head)
+        self._memo.check(of_class, SavedTensor)
+        self._memo.check(attribute, "properties")
+        self._memo.check(size, "size")
+        return self._id_of(self._memo.value_before(number, length, SavedProperties).dtype)
+
+    def _properties_of(self, dtype: int) -> SavedProperties:
+        properties = SavedProperties()
+        properties.dtype = self.dtypes[dtype]
+        return properties
+
+    def _check_plains(self, plains: Row, starts: Numbers, of_plains: Numbers) -> None:
+        """Add what stands for values that are no tensors, where it is new, and check the rest. `starts`: as for `_dtypes`."""
+        are_new = numpy.flatnonzero(of_plains == 2)
+        self._plains.add(starts[are_new] + 1, numpy.zeros(len(are_new), numpy.int64))
+        unknown = set(plains) - self._checked
+        for plain, at in _firsts(plains).items() if unknown else ():
+            if plain in unknown:
+                self._memo.value_before(refs_in(plain)[0], int(starts[at]), SavedBytes)
+        self._checked |= unknown
 
     def _dtype_in(self, head: bytes) -> int:
         of_class, properties, of_properties, dtype, *others, size = refs_in(head)
@@ -202,26 +261,42 @@ class PathRows:
 
 
 class PlaceRows:
-    """The places of chunks and values: key, offsets (an id of the memo, or -1), file, first byte and number of bytes."""
+    """The places of chunks and values: of each row the key, the offsets (an id of the memo, or -1) and the number of its place.
+
+    Rows may share a place, of which there are the file, the first byte and the number of bytes.
+    """
 
     def __init__(self, memo: Memo) -> None:
         self._memo = memo
+        self._numbers = memo.objects(self._place_of)
         self.keys: list[str] = []
         self.files: list[str] = []
         self.starts: list[int] = []
         self.nbytes: list[int] = []
         self._offsets: list[Numbers] = []
+        self._which: list[Numbers] = []
 
     @property
     def offsets(self) -> Numbers:
         return numpy.concatenate(self._offsets or [numpy.empty(0, numpy.int64)])
 
-    def _add(self, keys: Sequence[str], offsets: Numbers, files: Sequence[str], *ranges: Sequence[int]) -> None:
+    @property
+    def which(self) -> Numbers:
+        """The number of the place of each row."""
+        return numpy.concatenate(self._which or [numpy.empty(0, numpy.int64)])
+
+    def _add(self, keys: Sequence[str], offsets: Numbers, which: Numbers) -> None:
         self.keys += keys
         self._offsets.append(offsets)
+        self._which.append(which)
+
+    def _add_places(self, files: Sequence[str], starts: Sequence[int], nbytes: Sequence[int]) -> Numbers:
+        """Add places, and return their numbers."""
+        first = len(self.files)
         self.files += files
-        self.starts += ranges[0]
-        self.nbytes += ranges[1]
+        self.starts += starts
+        self.nbytes += nbytes
+        return numpy.arange(first, len(self.files))
 
     def add_one(self, index: Any, place: Any) -> bool:
         """Add one place that was made of one entry; False: it is none, or not complete."""
@@ -230,21 +305,28 @@ class PlaceRows:
         if type(index.fqn) is not str or type(index.offset) not in (tuple, type(None)):
             return False
         offset = NO_SIZE if index.offset is None else self._memo.id_of_size(index.offset)
-        self._add([index.fqn], numpy.array([offset]), [place.file], [place.start], [place.nbytes])
+        self._add([index.fqn], numpy.array([offset]), self._add_places([place.file], [place.start], [place.nbytes]))
         return True
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows of `PLACES`."""
         memo, columns = self._memo, list(zip(*rows, strict=True))
-        index, place = self._by_name(columns[:6], SavedIndex), self._by_name(columns[6:12], SavedPlace)
+        shared = columns[12]
+        are_new = numpy.array([not ref for ref in shared])
+        index = self._by_name(columns[:6], SavedIndex)
         index.setdefault("offset", (NONE,) * len(rows))
+        place: dict[str, Row] = {"relative_path": (), "offset": (), "length": ()}
+        if are_new.any():
+            place = self._by_name([tuple(compress(column, are_new)) for column in columns[6:12]], SavedPlace)
         texts = Tokens((*index["fqn"], *place["relative_path"]))
-        of_keys, of_files = texts.are_texts[: len(rows)].astype(numpy.int64), texts.are_texts[len(rows) :]
+        of_keys = texts.are_texts[: len(rows)].astype(numpy.int64)
+        of_places = numpy.zeros(len(rows), numpy.int64)
+        of_places[are_new] = _OF_OBJECT + texts.are_texts[len(rows) :]
         if not {token[:1] for token in index["index"]} <= {b"K", b"M", b"J", NONE}:
             raise ValueError("the index of a chunk that is no number")
         offsets, of_offsets = memo.new_sizes(index["offset"])
         adds = {"fqn": of_keys, "offset": of_offsets}
-        total = 2 * _OF_OBJECT + sum(adds.values()) + of_files
+        total = _OF_OBJECT + sum(adds.values()) + of_places
         starts = _starts(total, memo.length)
         memo.length += int(total.sum())
         numbers, at = dict[str, Numbers](), starts + _OF_OBJECT
@@ -252,17 +334,41 @@ class PlaceRows:
             numbers[name] = at
             at = at + adds.get(name, 0)
         memo.add_sizes([numbers["offset"] + of_offsets - 1], [offsets])
-        named = memo.texts(texts, numpy.concatenate([numbers["fqn"], at + _OF_OBJECT]))
+        named = memo.texts(texts, numpy.concatenate([numbers["fqn"], at[are_new] + _OF_OBJECT]))
         if {*map(type, named)} != {str}:
             raise ValueError("a key or a file that is no text")
         memo.resolve_sizes(index["offset"], offsets, numbers["offset"])
-        self._add(
-            named[: len(rows)],
-            offsets,
-            named[len(rows) :],
-            Tokens(place["offset"]).ints(),
-            Tokens(place["length"]).ints(),
+        which = numpy.empty(len(rows), numpy.int64)
+        which[are_new] = self._add_places(
+            named[len(rows) :], Tokens(place["offset"]).ints(), Tokens(place["length"]).ints()
         )
+        self._numbers.add(at[are_new], which[are_new])
+        which[~are_new] = self._named(tuple(compress(shared, shared)), starts[~are_new])
+        self._add(named[: len(rows)], offsets, which)
+
+    def _named(self, refs: Row, starts: Numbers) -> Numbers:
+        """Return the numbers of places of entries before. `starts`: how many values the memo has before each of these."""
+        of_memo = Tokens(refs).numbers(numpy.arange(len(refs)))
+        if (of_memo >= starts).any():
+            raise ValueError("a reference to what comes later")
+        numbers = self._numbers.at(of_memo)
+        missing = of_memo[numbers < 0].tolist()  # of entries that were read slowly
+        added = {number: self._added(number) for number in set(missing)}
+        numbers[numbers < 0] = [added[number] for number in missing]
+        return numbers
+
+    def _added(self, number: int) -> int:
+        """Add the place with a number of the memo, and return its own."""
+        place = self._memo.value(number)
+        if not isinstance(place, SavedPlace) or place.transforms != ():
+            raise ValueError(f"the value {number} is no place without transforms")  # as all that is not torch's
+        return int(self._add_places([place.file], [place.start], [place.nbytes])[0])
+
+    def _place_of(self, number: int) -> SavedPlace:
+        place = SavedPlace()
+        place.file, place.start, place.nbytes = self.files[number], self.starts[number], self.nbytes[number]
+        place.transforms = ()
+        return place
 
     def _by_name(self, columns: Sequence[Row], cls: object) -> dict[str, Row]:
         """Return the values of three attributes by name. Raises ValueError for rows with other attributes.

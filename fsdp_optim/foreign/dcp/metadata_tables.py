@@ -223,6 +223,7 @@ class _Tabulator(Unpickler):
 
     def do_get(self, index: int) -> None:
         self._stack.append(self._tables.memo.value(index))
+        self._take_entries()
 
     do_binget = do_long_binget = do_get
 

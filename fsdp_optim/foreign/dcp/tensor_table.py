@@ -223,16 +223,15 @@ def table_of(tables: Tables, folder: str) -> tuple[TensorTable, dict[str, ItemPl
     is_value, starts = rows.column("dtype") < 0, chunks.ends - numpy.diff(chunks.ends, prepend=0)
     files: dict[str, int] = {}
     of_files = numpy.fromiter(map(files.setdefault, places.files, _new_ids(files)), numpy.int64, len(places.files))
-    listed, firsts = [folder + file for file in files], numpy.array(places.starts, numpy.int64)
-    nbytes = numpy.array(places.nbytes, numpy.int64)
+    listed, which = [folder + file for file in files], places.which
     keys, values = rows.keys, dict[str, ItemPlace]()
     for row in numpy.flatnonzero(is_value).tolist():
-        place = chunks.items[starts[row]]
+        place = which[chunks.items[starts[row]]]
         first, length = places.starts[place], places.nbytes[place]
         values[keys[row]] = ItemPlace(listed[of_files[place]], first, length, (), keys[row])
     cuts, of_cuts = _cuts(chunks, starts, [*tables.memo.sizes, ()])
     kept = ~numpy.repeat(is_value, numpy.diff(chunks.ends, prepend=0))
-    items = chunks.items[kept]
+    items = which[chunks.items[kept]]
     is_tensor = ~is_value
     columns = _Columns(
         dtypes=rows.column("dtype")[is_tensor],
@@ -240,8 +239,8 @@ def table_of(tables: Tables, folder: str) -> tuple[TensorTable, dict[str, ItemPl
         cuts=of_cuts[is_tensor],
         ends=numpy.cumsum((chunks.ends - starts)[is_tensor]),
         files=of_files[items],
-        starts=firsts[items],
-        nbytes=nbytes[items],
+        starts=numpy.array(places.starts, numpy.int64)[items],
+        nbytes=numpy.array(places.nbytes, numpy.int64)[items],
     )
     if len(values):
         keys = [key for key, is_one in zip(keys, is_tensor.tolist(), strict=True) if is_one]

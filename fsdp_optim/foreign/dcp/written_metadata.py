@@ -42,6 +42,10 @@ class WrittenItem:
     _tensors: dict[str, Any] = field(default_factory=dict)
     _paths: dict[str, Path] = field(default_factory=dict)
     _places: dict[Any, Any] = field(default_factory=dict)
+    _sizes: dict[Shape, Any] = field(default_factory=dict)
+    _properties: dict[str, Any] = field(default_factory=dict)
+    _files: dict[str, str] = field(default_factory=dict)
+    _last_place: tuple[object, Any] = (None, None)
 
     @cached_property
     def _torchs(self) -> Any:
@@ -49,6 +53,12 @@ class WrittenItem:
         from torch.distributed.checkpoint import filesystem, metadata
 
         return metadata, filesystem
+
+    @cached_property
+    def _bytes(self) -> Any:
+        """What is listed of each value that is no tensor."""
+        metadata, _ = self._torchs
+        return metadata.BytesStorageMetadata()
 
     def add_chunk(self, path: Path, tensor: PlannedTensor, chunk: Chunk, file: str) -> None:
         """List a chunk of a tensor."""
@@ -68,7 +78,7 @@ class WrittenItem:
         if key in self._tensors:
             raise self._twice(key)
         if item.tensor is None:
-            self._tensors[key] = metadata.BytesStorageMetadata()
+            self._tensors[key] = self._bytes
             self._put(key, None, None, file, item.start, item.nbytes)
             return
         dtype, shape = item.tensor
@@ -87,18 +97,29 @@ class WrittenItem:
         return CheckpointError(f"{key}: two values of the checkpoint have this key: give one of them another name")
 
     def _size(self, shape: Shape) -> Any:
-        import torch
+        """Return a torch.Size, one object for equal shapes, which a pickle has once."""
+        size = self._sizes.get(shape)
+        if size is None:
+            import torch
 
-        return torch.Size(shape)
+            size = self._sizes[shape] = torch.Size(shape)
+        return size
 
     def _tensor(self, dtype: str, size: Any) -> Any:
         metadata, _ = self._torchs
-        return metadata.TensorStorageMetadata(metadata.TensorProperties(dtype=dtype_named(dtype)), size, [])
+        properties = self._properties.get(dtype)
+        if properties is None:
+            properties = self._properties[dtype] = metadata.TensorProperties(dtype=dtype_named(dtype))
+        return metadata.TensorStorageMetadata(properties, size, [])
 
     def _put(self, key: str, offsets: Any, index: int | None, file: str, start: int, nbytes: int) -> None:
         metadata, filesystem = self._torchs
-        place = filesystem._StorageInfo(f"{self.folder}{file}", start, nbytes)
-        self._places[metadata.MetadataIndex(key, offsets, index)] = place
+        if self._last_place[0] != (file, start, nbytes):  # neighbours are often one value under several keys
+            path = self._files.get(file)
+            if path is None:
+                path = self._files[file] = f"{self.folder}{file}"
+            self._last_place = (file, start, nbytes), filesystem._StorageInfo(path, start, nbytes)
+        self._places[metadata.MetadataIndex(key, offsets, index)] = self._last_place[1]
 
     def metadata(self, token: str) -> Metadata:
         """Torch's Metadata of all that was added."""
