@@ -47,8 +47,8 @@ def is_loaded_class(module: nn.Module, place: str, name: str) -> bool:
 
 def instances_of(modules: Collection[nn.Module], cls: type[M]) -> list[M]:
     """Return the modules of a class, in their order. Each class is asked once: a model has many modules of few classes."""
-    classes = {kind for kind in set(map(type, modules)) if issubclass(kind, cls)}
-    return [module for module in modules if type(module) in classes] if classes else []  # type: ignore[misc]
+    classes = {kind for kind in {module.__class__ for module in modules} if issubclass(kind, cls)}
+    return [module for module in modules if module.__class__ in classes] if classes else []
 
 
 class _Site(Struct, frozen=True):
@@ -94,7 +94,7 @@ class ModuleTree:
         for name, child in module._modules.items():
             if child is None:
                 continue
-            kind = type(module), name
+            kind = module.__class__, name  # the class that isinstance() sees, also of a proxy
             is_inside = self._inside.get(kind)
             if is_inside is None:
                 is_inside = self._inside[kind] = is_transparent(module, name) or self._is_wrapper_child(module, name)

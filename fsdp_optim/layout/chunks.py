@@ -78,7 +78,7 @@ class FlatChunks(Placement):
     def shard_of(self, rank: int) -> int | None:
         for group in self.replicas:
             try:
-                return group.index(rank)  # one search of a group that may list thousands of ranks
+                return group.index(rank)  # one search, where `in` would be another
             except ValueError:
                 continue
         return None

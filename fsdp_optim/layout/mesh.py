@@ -98,7 +98,7 @@ class OnMesh(Placement):
     def shard_of(self, rank: int) -> int | None:
         for group in self.replicas:
             try:
-                place = group.index(rank)  # one search of a group that may list thousands of ranks
+                place = group.index(rank)  # one search, where `in` would be another
             except ValueError:
                 continue
             return _shards_by_place(self.mesh_shape, self._split_dims)[place]

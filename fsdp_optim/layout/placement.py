@@ -18,11 +18,19 @@ from fsdp_optim.layout.tables import BoxTable, Columns, Numbers
 class Placement:
     """Where one parameter lives. Shards are numbered; every rank that holds a shard holds all of its Blocks.
 
-    Placements are frozen values that compute the shard of any rank, so every rank can plan for every other rank. This is no
-    `abc.ABC`: `isinstance` takes ten times as long with one, and is asked for each value.
+    Placements are frozen values that compute the shard of any rank, so every rank can plan for every other rank. A class without
+    one of the abstract methods cannot be instantiated, but this is no `abc.ABC`: `isinstance` takes ten times as long with one,
+    and is asked for each value.
     """
 
     full_shape: Shape
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        members = {name: getattr(cls, name) for name in dir(cls) if name != "__abstractmethods__"}
+        cls.__abstractmethods__ = frozenset(  # type: ignore[attr-defined]
+            name for name, member in members.items() if getattr(member, "__isabstractmethod__", False)
+        )
 
     @property
     def shape(self) -> Shape:

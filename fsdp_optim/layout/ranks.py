@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -40,7 +41,7 @@ class _ListedRanks(tuple[int, ...]):
             return super().index(rank, *bounds)
         place = self._places.get(rank)
         if place is None:
-            raise ValueError(f"rank {rank} is not in this group of {len(self)} ranks")
+            raise ValueError(rank)
         return place
 
     def __contains__(self, rank: object) -> bool:
@@ -58,13 +59,16 @@ class _ListedRanks(tuple[int, ...]):
 
 
 def ranks_in_order(ranks: Iterable[int]) -> Ranks:
-    """Return ranks as a range where they are evenly spaced, else as a tuple, so that equal ranks are equal values."""
+    """Return ranks as a range where they are evenly spaced, else as a tuple, so that equal ranks are equal values.
+
+    Raises TypeError for numbers that are no integers.
+    """
     if isinstance(ranks, range) and ranks.step > 0:
         return ranks if ranks else range(0)
-    return ranks if isinstance(ranks, _ListedRanks) else _in_order(tuple(ranks))
+    return ranks if isinstance(ranks, _ListedRanks) else _in_order(tuple(map(operator.index, ranks)))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def _in_order(listed: tuple[int, ...]) -> Ranks:
     """Return ranks as `ranks_in_order` does. Cached: all cuts over the same ranks share one list."""
     if not listed:
@@ -103,7 +107,7 @@ def sorted_ranks(groups: tuple[Ranks, ...]) -> NDArray[numpy.int64]:
 
 
 def number_array(numbers: Sequence[int]) -> NDArray[numpy.int64]:
-    """Return ranks or shard numbers as an array, made quickly for a range."""
+    """Return ranks or shard numbers as an array, made quickly for a range. That of a group may be shared, and is read-only."""
     if isinstance(numbers, range):
         return numpy.arange(numbers.start, numbers.stop, numbers.step)
     if isinstance(numbers, _ListedRanks):

@@ -24,9 +24,9 @@ def with_all_listed(view: ModelView, optim: LocalOptim, global_state: GlobalStat
     """Return both with the shards of all ranks, where an adapter knows only the shards of its own rank."""
     listed, params = dict[int, NamedHandle](), global_state.params
     placements = {id(each.placement): each.placement for named in view.handles for each in named.handle.originals}
-    are_open = {key for key, placement in placements.items() if placement.is_open}
-    for named in view.handles if are_open else ():
-        if are_open.isdisjoint([id(original.placement) for original in named.handle.originals]):
+    open_ids = {key for key, placement in placements.items() if placement.is_open}
+    for named in view.handles if open_ids else ():
+        if open_ids.isdisjoint([id(original.placement) for original in named.handle.originals]):
             continue
         originals = tuple(
             structs.replace(original, placement=params[fqn].placement) if fqn in params else original

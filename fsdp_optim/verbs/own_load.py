@@ -213,7 +213,7 @@ def _is_withheld(name: object, value: object, own_setstate: bool) -> bool:
 
 
 def _stays(param: torch.Tensor, device: torch.device, values: Mapping[Any, Any], *, moves_steps: bool) -> bool:
-    """Return whether torch's load leaves all values of a parameter as they are, so that it would change none of them.
+    """Return whether torch's load leaves all values of a parameter as they are. It casts those that `changing_names` gives.
 
     `moves_steps`: it makes each `step` a float32 on the parameter's device, as fused and capturable optimizers need it.
     torch's own __setstate__ makes tensors of numbers.

@@ -53,6 +53,47 @@ def in_other_memory(value: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
+class EveryOtherHandle(Handle):
+    """A wrapper whose rank holds every other element of a plain tensor."""
+
+    def held(self, value: torch.Tensor) -> torch.Tensor | None:
+        return value[::2] if self.is_held(value) else None
+
+
+class MarkingHandle(Handle):
+    """A wrapper whose replicas hold different shards of every value that is not shaped like the parameter."""
+
+    def is_marked(self, value: torch.Tensor) -> bool:
+        return True
+
+    def placement_of(self, value: torch.Tensor) -> FlatChunks:
+        return FlatChunks((8,), 0, 4, ((0, 1),))
+
+
+def as_kind(param: LocalParam, kind: type[Handle]) -> LocalParam:
+    handle = kind(**{field.name: getattr(param.handle, field.name) for field in fields(Handle)})
+    return structs.replace(param, named=structs.replace(param.named, handle=handle))
+
+
+def test_only_what_a_wrapper_holds_counts():
+    state = moments()
+    other, same = state["exp_avg"].clone(), state["exp_avg"].clone()
+    other[2] += 1
+    same[1] += 1
+    wanted, others, equal = (
+        print_of_state(as_kind(param_of({**state, "exp_avg": value}), EveryOtherHandle))
+        for value in (state["exp_avg"], other, same)
+    )
+    assert wanted == equal != others
+
+
+def test_shards_that_replicas_have_for_themselves_do_not_count():
+    state, shard = moments(), torch.zeros(4)
+    plain = as_kind(param_of(state), MarkingHandle)
+    assert print_of_state(as_kind(param_of({**state, "shard": shard}), MarkingHandle)) == print_of_state(plain)
+    assert print_of_state(param_of({**state, "shard": shard})) != print_of_state(param_of(state))
+
+
 class CopiedHandle(Handle):
     """A wrapper that says in its own way which elements are held."""
 
@@ -63,8 +104,7 @@ class CopiedHandle(Handle):
 def test_how_a_wrapper_holds_a_value_makes_no_difference():
     state = {**moments(), "scale": torch.tensor([2.0]), "count": 3, "none": None}
     param = param_of(state)
-    handle = CopiedHandle(**{field.name: getattr(param.handle, field.name) for field in fields(Handle)})
-    copied = structs.replace(param, named=structs.replace(param.named, handle=handle))
+    copied = as_kind(param, CopiedHandle)
     assert print_of_state(copied) == print_of_state(param)
     other = structs.replace(copied, state={**state, "exp_avg": flipped(state["exp_avg"], 5)})
     assert print_of_state(other) != print_of_state(copied)

@@ -100,7 +100,7 @@ class _Batch:
 
     def add(self, param: LocalParam, rank: int) -> None:
         handle, state = param.handle, param.state or {}
-        is_usual = _holds_values_unchanged(handle)
+        is_unchanged = _holds_values_unchanged(handle)
         names = tuple(state)
         order = self._orders.get(names)
         if order is None:
@@ -108,7 +108,7 @@ class _Batch:
         described = list[_Described]()
         for name in order:
             value = state[name]
-            if not (is_usual and is_plain(value)) and isinstance(value, torch.Tensor):
+            if not (is_unchanged and is_plain(value)) and isinstance(value, torch.Tensor):
                 held = handle.held(value)
                 if held is None and is_cut_among_replicas(handle, value, rank):
                     continue
