@@ -271,7 +271,7 @@ class MissingTest(OnThreads):
             seen = []
             for only in range(size):
                 if world.rank == only:
-                    seen.append(told(lambda: agree(world.all(0.2), "alone")))
+                    seen.append(told(lambda: agree(world.all(0.6), "alone")))
                     raised.append(only)
                 while only not in raised:
                     time.sleep(0.001)
