@@ -34,6 +34,7 @@ _TUPLES = tuple(b"t\x85\x86\x87")
 _OF_OBJECT = 2  # values that an object adds to the memo: itself, and its attributes
 _HEAD = 5  # values that a tensor adds to the memo before its size: key, object, attributes, properties, their tuple
 _SHARED_HEAD = 3  # the same, where the properties are those of another tensor
+_NEW_PLAIN, _SHARED_PLAIN = 2, 1  # values that an entry of no tensor adds to the memo: key and object, or the key alone
 _REFS_OF_SHARED_HEAD = 4  # class, the attribute of the properties, these, the attribute of the size
 
 Row = tuple[bytes, ...]
@@ -44,9 +45,12 @@ def _starts(lengths: Numbers, first: int) -> Numbers:
     return numpy.cumsum(lengths) - lengths + first
 
 
-def _firsts(tokens: Row) -> dict[bytes, int]:
-    """Return the first row of each token."""
-    return {token: row for row, token in reversed(list(enumerate(tokens)))}
+def _first_rows(tokens: Row, known: Iterable[bytes]) -> dict[bytes, int]:
+    """Return the first row of each token that is not known."""
+    unknown = set(tokens).difference(known)
+    if not unknown:
+        return {}  # nearly always
+    return {token: row for row, token in reversed(list(enumerate(tokens))) if token in unknown}
 
 
 def is_new(plain: bytes) -> bool:
@@ -126,8 +130,8 @@ class TensorRows:
             if adds == _HEAD:
                 self._heads[head] = self._dtype_in(head)
         for plain in set(plains) - self._adds_of_plain.keys():
-            self._adds_of_plain[plain] = adds = 2 if is_new(plain) else 1  # the key, and the object
-            if adds == 2:
+            self._adds_of_plain[plain] = adds = _NEW_PLAIN if is_new(plain) else _SHARED_PLAIN
+            if adds == _NEW_PLAIN:
                 memo.check(refs_in(plain)[0], SavedBytes)
                 self._checked.add(plain)
         of_heads = numpy.array([self._adds_of_head[head] for head in heads])
@@ -167,10 +171,8 @@ class TensorRows:
         are_new = numpy.flatnonzero(of_heads == _HEAD)
         new = [self._heads[heads[at]] for at in are_new.tolist()]
         self._properties.add(starts[are_new] + _HEAD - 2, numpy.array(new, numpy.int64))
-        unknown = set(heads) - self._heads.keys()
-        for head, at in _firsts(heads).items() if unknown else ():
-            if head in unknown:
-                self._heads[head] = self._shared_dtype_in(head, int(starts[at]))
+        for head, at in _first_rows(heads, self._heads).items():
+            self._heads[head] = self._shared_dtype_in(head, int(starts[at]))
         return numpy.array([self._heads[head] for head in heads])
 
     def _shared_dtype_in(self, head: bytes, length: int) -> int:
@@ -188,13 +190,11 @@ class TensorRows:
 
     def _check_plains(self, plains: Row, starts: Numbers, of_plains: Numbers) -> None:
         """Add what stands for values that are no tensors, where it is new, and check the rest. `starts`: as for `_dtypes`."""
-        are_new = numpy.flatnonzero(of_plains == 2)
+        are_new = numpy.flatnonzero(of_plains == _NEW_PLAIN)
         self._plains.add(starts[are_new] + 1, numpy.zeros(len(are_new), numpy.int64))
-        unknown = set(plains) - self._checked
-        for plain, at in _firsts(plains).items() if unknown else ():
-            if plain in unknown:
-                self._memo.value_before(refs_in(plain)[0], int(starts[at]), SavedBytes)
-        self._checked |= unknown
+        for plain, at in _first_rows(plains, self._checked).items():
+            self._memo.value_before(refs_in(plain)[0], int(starts[at]), SavedBytes)
+            self._checked.add(plain)
 
     def _dtype_in(self, head: bytes) -> int:
         of_class, properties, of_properties, dtype, *others, size = refs_in(head)
