@@ -19,7 +19,7 @@ from fsdp_optim.adapters.naming import Naming
 from fsdp_optim.adapters.slices import as_declared, has_declared
 from fsdp_optim.adapters.state_dict_hooks import HookedUnit, hooked_units
 from fsdp_optim.adapters.transformers_names import StoredNames, stored_names_of
-from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, IsWrapperChild, ModuleTree
+from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, ModuleTree
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Ranks
 from fsdp_optim.options import Model, NameOf
@@ -43,7 +43,7 @@ class ModelReader:
         self.is_staged = not isinstance(model, nn.Module)
         self._tree = ModuleTree(
             *([model] if isinstance(model, nn.Module) else model),
-            is_wrapper_child=_wrapper_children(self._adapters),
+            is_wrapper_child=self._is_wrapper_child,
             stand_ins=self._stand_ins,
         )
         self.learned: dict[
@@ -204,6 +204,9 @@ class ModelReader:
         """
         return read_module_values(self._tree, view, _renamed_by(name_of), runs_hooks=runs_hooks)
 
+    def _is_wrapper_child(self, module: nn.Module, name: str) -> bool:
+        return any(adapter.is_wrapper_child(module, name) for adapter in self._adapters)
+
     def _stand_ins(self, modules: Collection[nn.Module]) -> Mapping[Place, torch.Tensor]:
         live_params: dict[Place, torch.Tensor] = {}
         for adapter in self._adapters:
@@ -215,26 +218,6 @@ def _is_without_elements(value: torch.Tensor) -> bool:
     if is_plain(value):
         return value.is_nested
     return is_lazy(value) or is_fake(value)
-
-
-def _wrapper_children(adapters: Sequence[Adapter]) -> IsWrapperChild:
-    """Return a function that says whether a child is the wrapped module for any of the adapters.
-
-    It is called for every module of a model, so all adapters that only compare names share one set of names.
-    """
-    by_name = [adapter for adapter in adapters if type(adapter).is_wrapper_child is Adapter.is_wrapper_child]
-    names = frozenset[str]().union(*(adapter.wrapper_parts for adapter in by_name))
-    by_class = [adapter.is_wrapper_child for adapter in adapters if adapter not in by_name]
-
-    def is_wrapper_child(module: nn.Module, name: str) -> bool:
-        if name in names:
-            return True
-        for is_child in by_class:  # noqa: SIM110  # any() would make a generator for every module
-            if is_child(module, name):
-                return True
-        return False
-
-    return is_wrapper_child
 
 
 def _renamed_by(name_of: NameOf | None) -> Rename:

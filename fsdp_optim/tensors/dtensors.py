@@ -114,7 +114,7 @@ def is_partial(value: DTensor) -> bool:
 
 @functools.cache
 def _usual_cuts() -> frozenset[type[Placement]]:
-    """Return torch's classes of placements of which none is partial. Each DTensor is asked, and the placement answers slowly."""
+    """Return the classes of placements in torch that are never partial. To call `is_partial()` for each DTensor would be slow."""
     module = sys.modules[_MODULE]
     return frozenset([module.Shard, module.Replicate])
 

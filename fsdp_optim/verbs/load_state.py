@@ -247,6 +247,7 @@ def check_needed_values(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> N
         enough: set[tuple[object, ...]] = set()  # the names of the values of most parameters are the same
         for local_id in group["params"]:
             values = shard["state"].get(local_id)
+            # None and dict are the usual ones, and Mapping answers slowly.
             if values is None or not isinstance(values, (dict, Mapping)) or (names := tuple(values)) in enough:
                 continue
             if why := lacking_values(of, hyperparameters, [str(name) for name in names]):

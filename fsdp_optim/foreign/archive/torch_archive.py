@@ -240,10 +240,8 @@ def _in_row_major_order(opened: Opened, name: str, source: Source, view: TensorV
         first = 0
     with as_checkpoint_error(opened.named(name)):
         dtype = dtype_named(view.dtype)
-        if (
-            dtype is torch.bool
-        ):  # a copy of bools would make 1 of every other byte, which the check of what was read must see
-            dtype = torch.uint8
+        # A copy of bools would make 1 of every other byte, which the check of what was read must see.
+        dtype = torch.uint8 if dtype is torch.bool else dtype
         flat = torch.frombuffer(made[first:][:nbytes], dtype=dtype)
         tensor = torch.as_strided(flat, view.shape, view.stride)
         if view.is_conj:

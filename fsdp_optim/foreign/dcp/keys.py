@@ -100,7 +100,7 @@ def meaning_of(where: str, paths: Mapping[str, Path], tensors: Mapping[str, int]
         inner = root.below(rest)
         if root == _TOP:
             inner = {key: path for key, path in inner.items() if _is_of_optimizer(path[0])}
-        members[root], rest = inner, {key: path for key, path in rest.items() if key not in inner}
+        members[root], rest = inner, _without(rest, inner)
     roots = _in_order(where, [*members])
     optimizers = [_optimizer_tree(f"{where}: {root}", members[root]) for root in roots]
     fqns = {fqn for root in roots for fqn in _fqns(members[root].values())}
@@ -127,13 +127,12 @@ def recorded_meaning(where: str, paths: Mapping[str, Path], tensors: Container[s
     """Return the meaning of keys as the writer has recorded it. `tensors`: the keys of tensors."""
     optim, model, trainers = _recorded_root(roles.optim), _recorded_root(roles.model), frozenset(roles.state)
     members = optim.below(paths) if optim is not None else {}
-    inside_model = model.below(paths) if model is not None else {}
+    rest = _without(paths, members)
+    inside_model = model.below(rest) if model is not None else {}
     weights: dict[str, str] = {}
     module_values: dict[str, Any] = {}
     extra: dict[Any, Any] = {}
-    for key, path in paths.items():
-        if key in members:
-            continue
+    for key, path in rest.items():
         is_trainers = path[0] in _WRITERS_OWN or (bool(trainers) and ascii(path[0]) in trainers)
         inside = inside_model.get(key) if not is_trainers else None
         if inside is None:
@@ -144,6 +143,10 @@ def recorded_meaning(where: str, paths: Mapping[str, Path], tensors: Container[s
             _put(where, module_values, inside, Leaf(key))
     optimizers = [_optimizer_tree(f"{where}: {optim}", members)] if members else []
     return Meaning(weights, _listed(where, module_values), optimizers, _listed(where, extra), [*members])
+
+
+def _without(paths: Mapping[str, Path], keys: Container[str]) -> dict[str, Path]:
+    return {key: path for key, path in paths.items() if key not in keys}
 
 
 def _recorded_root(keys: Sequence[str] | None) -> _Root | None:

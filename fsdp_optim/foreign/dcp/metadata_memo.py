@@ -41,6 +41,12 @@ class _Growing:
         self._num = end
 
 
+def check_before(numbers: Numbers | int, lengths: Numbers | int) -> None:
+    """Raise ValueError for a number that an entry names too early. `lengths`: how many values the memo has there."""
+    if numpy.any(numpy.greater_equal(numbers, lengths)):
+        raise ValueError("a reference to what comes later")
+
+
 class Memoized:
     """The values of one kind that rows have added to the memo, by number: each value is an index into a list.
 
@@ -98,13 +104,8 @@ class Memo:
         self._of_objects.append((numbers, made))
         return numbers
 
-    def value_before(self, number: int, length: int, cls: type[T]) -> T:
-        """Return an object of a class that an entry names, before which the memo has so many values.
-
-        Raises ValueError for another object, and for one that comes later.
-        """
-        if number >= length:
-            raise ValueError("a reference to what comes later")
+    def object_of(self, number: int, cls: type[T]) -> T:
+        """Return an object of a class. Raises ValueError for another value."""
         value = self.value(number)
         if isinstance(value, cls):
             return value
@@ -131,8 +132,7 @@ class Memo:
         values[places] = texts
         places = numpy.flatnonzero(tokens.are_refs)
         of_memo = tokens.numbers(places)
-        if (of_memo >= numbers[places]).any():
-            raise ValueError("a reference to what comes later")
+        check_before(of_memo, numbers[places])
         ids = self._of_texts.at(of_memo)
         values[places] = self._texts[ids]
         missing = numpy.flatnonzero(ids < 0)
@@ -184,8 +184,7 @@ class Memo:
             raise ValueError("no size")
         places = numpy.flatnonzero((ids < 0) & of_memo.are_refs)
         numbers = of_memo.numbers(places)
-        if (numbers >= before[places]).any():
-            raise ValueError("a reference to what comes later")
+        check_before(numbers, before[places])
         ids[places] = self._of_sizes.at(numbers)
         for at, number in zip(places.tolist(), numbers.tolist(), strict=True):
             if ids[at] < 0:

@@ -25,14 +25,17 @@ _TEXT = rb"\x8c.[ -~]*\x94"  # memoized; text of other characters takes the slow
 
 
 def _tuple_of(item: bytes) -> bytes:
-    """Return the pattern of a tuple of up to 64 items, of which the first three are not read again for each length."""
+    """Return the pattern of a tuple of 1 to 64 items.
+
+    Tuples of one, two and three items share their beginning, so that no item is matched twice.
+    """
     short = item + rb"(?:\x85|" + item + rb"(?:\x86|" + item + rb"\x87))"
     return rb"(?:" + short + rb"|\(" + item + rb"{4,64}t)\x94"
 
 
 _INTS = rb"(?:\)|" + _tuple_of(_INT) + rb")"
 _NEW_SIZE = _REF + _INTS + rb"\x85\x94R\x94"  # torch.Size, called with a tuple of numbers
-_SIZE = rb"(" + _NEW_SIZE + rb"|" + _REF + rb")"
+_SIZE = _NEW_SIZE + rb"|" + _REF  # in a group
 _NEW = _REF + rb"\)\x81\x94\}\x94\("  # an object of a class, and the beginning of its attributes
 _MORE = rb"(?:u\()?"  # the end of a thousand entries, and the beginning of the next ones
 _REST = rb"|(.+)"  # takes all that follows the last entry that matches, so that `findall` finds no entry further on
@@ -41,9 +44,12 @@ _VALUE = rb"(" + _TEXT + rb"|" + _NEW_SIZE + rb"|" + _REF + rb"|" + _INT + rb"|N
 
 _NEW_PROPERTIES = rb"\)\x81\x94\(" + _REF + rb"(?:" + _REF + rb"|[N\x88\x89])*t\x94b"
 _PROPERTIES = _NEW + _REF * 2 + rb"(?:" + _NEW_PROPERTIES + rb")?" + _REF  # those of another tensor, or new ones
-_ANY_SIZE = rb"(?:" + _NEW_SIZE + rb"|" + _REF + rb")"
-_CHUNK = _NEW + _REF + _ANY_SIZE + _REF + _ANY_SIZE + rb"ub"
-_PARTS_OF_CHUNK = rb"(" + _NEW + _REF + rb")" + _SIZE + rb"(" + _REF + rb")" + _SIZE + rb"ub"
+
+
+def _chunk(group: bytes) -> bytes:
+    """Return the pattern of a chunk, whose four parts begin with `group`: `(` to have each, `(?:` to have none."""
+    return group + (rb")" + group).join([_NEW + _REF, _SIZE, _REF, _SIZE]) + rb")ub"
+
 
 TENSORS = re.compile(
     _MORE
@@ -52,13 +58,14 @@ TENSORS = re.compile(
     + rb")(?:("
     + _PROPERTIES
     + rb")"
-    + _SIZE
     + rb"("
+    + _SIZE
+    + rb")("
     + _REF
     + rb"\]\x94)(?:"
-    + _PARTS_OF_CHUNK
+    + _chunk(rb"(")
     + rb"a|\(((?:"
-    + _CHUNK
+    + _chunk(rb"(?:")
     + rb")+)e|)ub|("
     + _REF
     + rb"(?:\)\x81\x94(?=[\x8cu])|(?=u|"
@@ -67,12 +74,12 @@ TENSORS = re.compile(
     + _REST,
     re.DOTALL,
 )
-"""Entries of tensors: key, properties, size, list, the chunk as of `CHUNKS`, several chunks; or of other values: key, object.
+"""Entries of tensors: key, properties, size, list, the four parts of one chunk, several chunks; or of other values: key, object.
 
 Properties and objects of values are new ones, or those of an entry before.
 """
 
-CHUNKS = re.compile(_PARTS_OF_CHUNK, re.DOTALL)
+CHUNKS = re.compile(_chunk(rb"("), re.DOTALL)
 """Chunks: class with the first attribute, offsets, second attribute, sizes."""
 
 PATHS = re.compile(

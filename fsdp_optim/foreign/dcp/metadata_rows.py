@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from fsdp_optim.foreign.dcp.metadata_memo import NO_SIZE, NONE, Memo
+from fsdp_optim.foreign.dcp.metadata_memo import NO_SIZE, NONE, Memo, check_before
 from fsdp_optim.foreign.dcp.metadata_patterns import (
     CHUNKS,
     PATH_TOKENS,
@@ -53,7 +53,7 @@ def _first_rows(tokens: Row, known: Iterable[bytes]) -> dict[bytes, int]:
     return {token: row for row, token in reversed(list(enumerate(tokens))) if token in unknown}
 
 
-def is_new(plain: bytes) -> bool:
+def _is_new(plain: bytes) -> bool:
     """Return whether the span of a value that is no tensor makes an object of a class, and does not name one."""
     return len(plain) > (2 if plain[:1] == b"h" else 5)
 
@@ -130,7 +130,7 @@ class TensorRows:
             if adds == _HEAD:
                 self._heads[head] = self._dtype_in(head)
         for plain in set(plains) - self._adds_of_plain.keys():
-            self._adds_of_plain[plain] = adds = _NEW_PLAIN if is_new(plain) else _SHARED_PLAIN
+            self._adds_of_plain[plain] = adds = _NEW_PLAIN if _is_new(plain) else _SHARED_PLAIN
             if adds == _NEW_PLAIN:
                 memo.check(refs_in(plain)[0], SavedBytes)
                 self._checked.add(plain)
@@ -181,7 +181,8 @@ class TensorRows:
         self._memo.check(of_class, SavedTensor)
         self._memo.check(attribute, "properties")
         self._memo.check(size, "size")
-        return self._id_of(self._memo.value_before(number, length, SavedProperties).dtype)
+        check_before(number, length)
+        return self._id_of(self._memo.object_of(number, SavedProperties).dtype)
 
     def _properties_of(self, dtype: int) -> SavedProperties:
         properties = SavedProperties()
@@ -193,7 +194,9 @@ class TensorRows:
         are_new = numpy.flatnonzero(of_plains == _NEW_PLAIN)
         self._plains.add(starts[are_new] + 1, numpy.zeros(len(are_new), numpy.int64))
         for plain, at in _first_rows(plains, self._checked).items():
-            self._memo.value_before(refs_in(plain)[0], int(starts[at]), SavedBytes)
+            (number,) = refs_in(plain)
+            check_before(number, int(starts[at]))
+            self._memo.object_of(number, SavedBytes)
             self._checked.add(plain)
 
     def _dtype_in(self, head: bytes) -> int:
@@ -349,8 +352,7 @@ class PlaceRows:
     def _named(self, refs: Row, starts: Numbers) -> Numbers:
         """Return the numbers of places of entries before. `starts`: how many values the memo has before each of these."""
         of_memo = Tokens(refs).numbers(numpy.arange(len(refs)))
-        if (of_memo >= starts).any():
-            raise ValueError("a reference to what comes later")
+        check_before(of_memo, starts)
         numbers = self._numbers.at(of_memo)
         missing = of_memo[numbers < 0].tolist()  # of entries that were read slowly
         added = {number: self._added(number) for number in set(missing)}
@@ -359,9 +361,9 @@ class PlaceRows:
 
     def _added(self, number: int) -> int:
         """Add the place with a number of the memo, and return its own."""
-        place = self._memo.value(number)
-        if not isinstance(place, SavedPlace) or place.transforms != ():
-            raise ValueError(f"the value {number} is no place without transforms")  # as all that is not torch's
+        place = self._memo.object_of(number, SavedPlace)
+        if place.transforms != ():
+            raise ValueError("a place with transforms")
         return int(self._add_places([place.file], [place.start], [place.nbytes])[0])
 
     def _place_of(self, number: int) -> SavedPlace:

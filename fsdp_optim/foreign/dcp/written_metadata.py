@@ -115,9 +115,7 @@ class WrittenItem:
     def _put(self, key: str, offsets: Any, index: int | None, file: str, start: int, nbytes: int) -> None:
         metadata, filesystem = self._torchs
         if self._last_place[0] != (file, start, nbytes):  # neighbours are often one value under several keys
-            path = self._files.get(file)
-            if path is None:
-                path = self._files[file] = f"{self.folder}{file}"
+            path = self._files.setdefault(file, f"{self.folder}{file}")  # one object, which a pickle has once
             self._last_place = (file, start, nbytes), filesystem._StorageInfo(path, start, nbytes)
         self._places[metadata.MetadataIndex(key, offsets, index)] = self._last_place[1]
 
