@@ -175,10 +175,6 @@ OF_DISTRIBUTED = {
         f"{PACKAGE}.dcp.storage.{name}": OF_TORCHS_STORAGE
         for name in ("box_writing", "planned_boxes", "reader", "torch_metadata", "writer")
     },
-    f"{PACKAGE}.foreign.dcp.written_metadata": {
-        "torch.distributed.checkpoint",
-        "torch.distributed.checkpoint.metadata",
-    },  # pickled
     **{f"{PACKAGE}.dcp.trees.{name}": OF_TORCHS_CALLS for name in ("loading", "saving")},
     f"{PACKAGE}.dcp": {  # torch's own classes, for type checkers
         "torch.distributed.checkpoint.state_dict",

@@ -86,8 +86,8 @@ PRIVATE_OF_TORCH = {
         "_rebuild_tensor_v3",
     },  # the names in torch's files
     "fsdp_optim.foreign.dcp.written_metadata": {
-        "_StorageInfo"
-    },  # the class in the metadata files of torch.distributed.checkpoint
+        *("_StorageInfo", "_MEM_FORMAT_ENCODING", "_get_layout")
+    },  # names in the metadata files of torch.distributed.checkpoint
 }
 
 

@@ -5,4 +5,6 @@ inert_pickle.py                      a pickle reader that calls nothing but the 
 pickle_table.py, torch_globals.py, numpy_globals.py    that table
 torch_archive.py                     the values of a file, with places of tensors instead of elements
 torch_zip.py, safe_values.py         writing: the bytes around the elements
+torch_archives.py                    several archives in a file
+pickle_stream.py                     writing a pickle of millions of entries
 """

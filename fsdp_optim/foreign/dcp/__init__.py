@@ -7,5 +7,5 @@ metadata_pickle.py, pickle_operations.py                  by objects, however it
 tensor_table.py, stored_table.py                          its tensors as columns
 keys.py, full_dict.py          which keys are the model's, and the optimizer's dict made of the others
 items.py, safetensors_items.py, sharding_info.py, boxes.py     where the chunks of each tensor are
-reader.py, writer.py, values.py, format.py                the Format
+reader.py, writer.py, values.py, written_metadata.py, format.py     the Format
 """

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.beside import BesideOthers
-from fsdp_optim.formats.base.checksums import Digest, hex_of
+from fsdp_optim.formats.base.checksums import Digest
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.summary import ManifestSummary
@@ -36,11 +36,14 @@ _OWN = re.compile(DCP.traces)
 _OF_TORCH = re.compile(r"__\d+_\d+\.distcp")
 
 
-def with_summary(summary: ManifestSummary, pickle: bytes) -> bytes:
-    """Return the content of `.metadata`. `pickle`: the pickle of torch's Metadata."""
-    values = {"brief": summary.to_json(), "metadata_xxh3_64": hex_of(pickle)}
+def with_summary(summary: ManifestSummary, pickle: Sequence[bytes]) -> bytes:
+    """Return the content of `.metadata`. `pickle`: the pieces of the pickle of torch's Metadata."""
+    digest = Digest()
+    for piece in pickle:
+        digest.add(piece)
+    values = {"brief": summary.to_json(), "metadata_xxh3_64": digest.hex}
     text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
-    return _BEGIN + len(text).to_bytes(_LENGTH, "little") + text + _POP + pickle
+    return b"".join([_BEGIN, len(text).to_bytes(_LENGTH, "little"), text, _POP, *pickle])
 
 
 @dataclass(frozen=True)

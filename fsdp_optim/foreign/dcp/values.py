@@ -10,7 +10,7 @@ import io
 import json
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType
@@ -48,6 +48,27 @@ CLASSES = "classes"
 
 _LENGTH = 8  # bytes
 _NUMBERS = "biufc"  # kinds of numpy's dtypes
+
+
+@dataclass(frozen=True, slots=True)
+class PathGroup:
+    """Paths of one value that differ in the last part only: `name`, and those of `others`."""
+
+    prefix: Path
+    name: str | int
+    others: Sequence[str] = ()
+
+    def __len__(self) -> int:
+        return 1 + len(self.others)
+
+    def __iter__(self) -> Iterator[Path]:
+        return ((*self.prefix, name) for name in (self.name, *self.others))
+
+
+def keys_in(group: PathGroup) -> list[str]:
+    """Return the keys of all paths of a group, as `key_of` has them."""
+    begin = key_of((*group.prefix, ""))
+    return [f"{begin}{name}" for name in (group.name, *group.others)]
 
 
 def key_of(path: Path) -> str:
@@ -212,22 +233,27 @@ def _is_leaf(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ValueItem:
-    """One item of a file of values. `tensor`: torch's name of the dtype, and the shape; None for an item that is no tensor."""
+    """One value of a file of values, under one or more paths.
 
-    path: Path
+    `tensor`: torch's name of the dtype, and the shape; None for a value that is no tensor.
+    """
+
+    paths: PathGroup
     start: int
     nbytes: int
     tensor: tuple[str, tuple[int, ...]] | None = None
 
     def to_json(self) -> list[Any]:
         """Return the item as JSON values."""
-        return [list(self.path), self.start, self.nbytes, self.tensor and [self.tensor[0], list(self.tensor[1])]]
+        tensor = self.tensor and [self.tensor[0], list(self.tensor[1])]
+        return [list(self.paths.prefix), self.paths.name, list(self.paths.others), self.start, self.nbytes, tensor]
 
     @classmethod
     def from_json(cls, values: Any) -> ValueItem:
         """The inverse of `to_json`."""
-        path, start, nbytes, tensor = values
-        return cls(tuple(path), start, nbytes, (tensor[0], tuple(tensor[1])) if tensor is not None else None)
+        prefix, name, others, start, nbytes, tensor = values
+        kind = (tensor[0], tuple(tensor[1])) if tensor is not None else None
+        return cls(PathGroup(tuple(prefix), name, tuple(others)), start, nbytes, kind)
 
 
 @dataclass
@@ -239,8 +265,11 @@ class ValueFile:
     _data: bytearray = field(default_factory=bytearray)
     _known: dict[Any, tuple[int, int]] = field(default_factory=dict)
 
-    def add(self, where: str, value: Any, *paths: Path) -> None:
-        """Store a value under several paths. Raises CheckpointError that names a value which cannot be stored."""
+    def add(self, where: str, value: Any, *groups: PathGroup) -> None:
+        """Store a value under the paths of several groups.
+
+        Raises CheckpointError that names a value which cannot be stored.
+        """
         if isinstance(value, torch.Tensor):
             value = _own(where, value)
         tensor = (dtype_name(value.dtype), tuple(value.shape)) if isinstance(value, torch.Tensor) else None
@@ -254,7 +283,7 @@ class ValueFile:
                 self._data += archive
             if known is not None:
                 self._known[known] = at
-        self.items += [ValueItem(path, *at, tensor) for path in paths]
+        self.items += [ValueItem(group, *at, tensor) for group in groups]
 
     def encoded(self) -> bytes:
         """Return the bytes of the file."""

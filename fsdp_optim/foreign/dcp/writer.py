@@ -10,15 +10,14 @@ format, and the rest of the archive is frames, which are the same for all chunks
 from __future__ import annotations
 
 import logging
-import pickle
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 from fsdp_optim.errors import CheckpointError, shortened
-from fsdp_optim.foreign.archive.torch_zip import ALIGNMENT, TensorStub, frames_around
+from fsdp_optim.foreign.archive.torch_archives import ArchiveFile, TensorKind, file_plans
 from fsdp_optim.foreign.dcp.boxes import chunks_of
 from fsdp_optim.foreign.dcp.probe import NAME, VERSION, with_summary
 from fsdp_optim.foreign.dcp.values import (
@@ -30,6 +29,7 @@ from fsdp_optim.foreign.dcp.values import (
     VERSIONS,
     DictClass,
     Path,
+    PathGroup,
     ValueFile,
     ValueItem,
     classes_in,
@@ -37,7 +37,12 @@ from fsdp_optim.foreign.dcp.values import (
     items_in,
     other_keys_in,
 )
-from fsdp_optim.foreign.dcp.written_metadata import Chunk, WrittenItem, check_keys, names_beside_weights
+from fsdp_optim.foreign.dcp.written_metadata import (
+    ListedItem,
+    check_keys,
+    metadata_pickle,
+    names_beside_weights,
+)
 from fsdp_optim.formats.base.checksums import join_tables
 from fsdp_optim.formats.base.description import OPAQUE, SCALAR, OptimDescription
 from fsdp_optim.formats.base.frames import joined
@@ -60,7 +65,6 @@ from fsdp_optim.formats.base.summary import ManifestSummary, SavedRoles
 from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.layout import Shape
 from fsdp_optim.tensors.elements import check_elements
-from fsdp_optim.tensors.memory import dtype_named
 from fsdp_optim.tensors.model_dict import versions_of
 
 log = logging.getLogger("fsdp_optim")
@@ -76,9 +80,11 @@ class DcpWriter(Writer):
 
     writes_trees: ClassVar[bool] = True
 
-    _paths: Mapping[str, Path] = field(default_factory=dict)  # of the tensors of trees, by key
+    _paths: Mapping[str | None, Mapping[str, PathGroup]] = field(
+        default_factory=dict
+    )  # by half and key, not of weights
     _roles: SavedRoles | None = None
-    _chunks: dict[str, list[Chunk]] = field(default_factory=dict)
+    _plans: dict[str, ArchiveFile] = field(default_factory=dict)  # by file
 
     @property
     def _root(self) -> Path:
@@ -95,7 +101,7 @@ class DcpWriter(Writer):
             raise CheckpointError(
                 f"state[{name!r}]: a DCP checkpoint has its own values under this key: give the value another key"
             )
-        self._paths = _paths_of_trees(common)
+        self._paths = {"optim": _paths_of(contents.optim), "state": _paths_of_trees(common)}
         self._roles = self._roles_of(contents, weights, top_names, is_new=index.source is None)
         files = dict(self.small(name, value, allow_pickle=allow_pickle) for name, value in extras.items())
         small = [item for data in files.values() for item in items_in(data)]
@@ -106,11 +112,10 @@ class DcpWriter(Writer):
             files["values.distcp"] = values.encoded()
         check_keys(
             [
-                *((*self._root, fqn) for fqn in (*index.weights, *contents.aliases)),
-                *_paths_of(contents.optim).values(),
-                *self._paths.values(),
-                *(item.path for item in values.items),
-                *(ValueItem.from_json(item).path for item in small),
+                *(PathGroup(self._root, fqn) for fqn in (*index.weights, *contents.aliases)),
+                *(paths for by_key in self._paths.values() for paths in by_key.values()),
+                *(item.paths for item in values.items),
+                *(ValueItem.from_json(item).paths for item in small),
             ]
         )
         return Prepared(contents.content, "", files, contents.optim, contents)
@@ -144,15 +149,15 @@ class DcpWriter(Writer):
         self, half: Half, tensors: Sequence[PlannedTensor], most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
         """Plan files of chunks."""
-        plans = list(_plans(most_nbytes, tensors, num_ranks))
+        plans = list(file_plans(tensors, partial(chunks_of, num_ranks=num_ranks), most_nbytes))
         names = [f"{half}-{number + 1:05}-of-{len(plans):05}.distcp" for number in range(len(plans))]
         if len(plans) == 1:
             names = [f"{half}.distcp"]
         return [self._planned(name, half, plan) for name, plan in zip(names, plans, strict=True)]
 
-    def _planned(self, name: str, half: Half, plan: _FilePlan) -> PlannedFile:
+    def _planned(self, name: str, half: Half, plan: ArchiveFile) -> PlannedFile:
         head, between = joined(plan.frames)
-        self._chunks[name] = plan.chunks
+        self._plans[name] = plan
         starts = tuple(plan.starts)
         return PlannedFile(
             name=name,
@@ -171,21 +176,21 @@ class DcpWriter(Writer):
         if name == MODULES:
             kept_by_name = {fqn: kept for fqn, (_, kept) in value.items()}
             for fqn, kept in kept_by_name.items():
-                _add_value(values, f"state_dict()[{fqn!r}]", kept, (*self._root, fqn))
+                _add_value(values, f"state_dict()[{fqn!r}]", kept, PathGroup(self._root, fqn))
             _add_keys(values, "state_dict()", kept_by_name, name)
             versions = versions_of(value)
             if versions:
-                values.add("the versions of modules", versions, (KEYS, VERSIONS))
+                values.add("the versions of modules", versions, PathGroup((KEYS,), VERSIONS))
             return "modules.distcp", values.encoded()
         if name == COMMON:
             given = value if isinstance(value, Mapping) else {"extra": value}
             for key, item in given.items():
-                _add_value(values, f"state[{key!r}]", item, (str(key),))
+                _add_value(values, f"state[{key!r}]", item, PathGroup((), str(key)))
             _add_keys(values, "state", given, name)
             return "extra.distcp", values.encoded()
-        _add_value(values, "state", value, (OF_RANKS, str(int(name.removeprefix("rank-")))))
+        _add_value(values, "state", value, PathGroup((OF_RANKS,), str(int(name.removeprefix("rank-")))))
         _add_keys(values, "state", value, name)
-        check_keys(item.path for item in values.items)
+        check_keys(item.paths for item in values.items)
         return f"{name}.distcp", values.encoded()
 
     def info_of(self, data: bytes) -> Any:
@@ -195,25 +200,14 @@ class DcpWriter(Writer):
         self, prepared: Prepared, files: Sequence[PlannedFile], written: WrittenFiles, stamp: Stamp
     ) -> Iterator[tuple[str, bytes]]:
         contents: CheckpointContents = prepared.document
-        listed = WrittenItem(stamp.folder)
-        paths = _paths_of(contents.optim)
-        others: dict[str, list[str]] = {}
-        for other, stored in contents.aliases.items():
-            others.setdefault(stored, []).append(other)
+        listed = list(self._listed(files, contents.aliases))
         for file in files:
             join_tables(file.name, written.rows[file.name], file.nbytes_of_data)  # raises where a byte was not written
-            tensors = {tensor.key: tensor for tensor in file.tensors}
-            for chunk in self._chunks[file.name]:
-                tensor = tensors[chunk.key]
-                if file.half != "model":
-                    path = paths[chunk.key] if file.half == "optim" else self._paths[chunk.key]
-                    listed.add_chunk(path, tensor, chunk, file.name)
-                    continue
-                for fqn in (chunk.key, *others.get(chunk.key, ())):
-                    listed.add_chunk((*self._root, fqn), tensor, chunk, file.name)
+        kind_of = cache(_kind_of_value)
         for name, info in written.extras.items():
             for item in map(ValueItem.from_json, info["items"]):
-                listed.add_value(item, name)
+                kind = kind_of(*item.tensor) if item.tensor is not None else None
+                listed.append(ListedItem(item.paths, kind, name, [(item.start, item.nbytes)]))
         sizes = {file.name: file.nbytes for file in files} | {name: i["nbytes"] for name, i in written.extras.items()}
         summary = ManifestSummary(
             version=VERSION,
@@ -230,88 +224,49 @@ class DcpWriter(Writer):
             weights_dtype=contents.weights_dtype,
             roles=self._roles,
         )
-        yield NAME, with_summary(summary, pickle.dumps(listed.metadata(stamp.token)))
+        yield NAME, with_summary(summary, list(metadata_pickle(stamp.folder, listed, stamp.token)))
+
+    def _listed(self, files: Sequence[PlannedFile], aliases: Mapping[str, str]) -> Iterator[ListedItem]:
+        """Yield all tensors with their places. `aliases`: other names of weights, each with that of the stored one."""
+        others: dict[str, list[str]] = {}
+        for other, stored in aliases.items():
+            others.setdefault(stored, []).append(other)
+        for file in files:
+            plan = self._plans[file.name]
+            paths, starts = self._paths.get(file.half), iter(plan.chunk_starts)
+            for tensor, kind in zip(file.tensors, plan.kinds, strict=True):
+                key = tensor.key
+                paths_of = paths[key] if paths is not None else PathGroup(self._root, key, others.get(key, ()))
+                places = [(next(starts), archive.nbytes) for archive in kind.archives]
+                yield ListedItem(paths_of, kind.tensor, file.name, places)
 
 
-# ------------------------------------------------------------------------------------------- tensors
-
-
-@dataclass
-class _FilePlan:
-    """The tensors of a file and their chunks, in the order of their bytes.
-
-    Attributes:
-        num_data, place: the bytes of the data and of the file up to here.
-        starts: the byte of the data at which each tensor begins.
-    """
-
-    num_data: int = 0
-    place: int = 0
-    tensors: list[PlannedTensor] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    frames: list[tuple[int, bytes]] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-
-    def add(self, tensor: PlannedTensor, chunks: _ChunkKinds) -> None:
-        self.tensors.append(tensor)
-        self.starts.append(self.num_data)
-        for offsets, sizes, nbytes_of_data, before, after in chunks:
-            gap = bytes(-self.place % ALIGNMENT)
-            self.frames += [(self.num_data, gap + before), (self.num_data + nbytes_of_data, after)]
-            nbytes = len(before) + nbytes_of_data + len(after)
-            self.chunks.append(Chunk(tensor.key, offsets, sizes, self.place + len(gap), nbytes))
-            self.place += len(gap) + nbytes
-            self.num_data += nbytes_of_data
-
-    def place_after(self, chunks: _ChunkKinds) -> int:
-        """Return the bytes of the file with the chunks of one more tensor, as `add` counts them."""
-        place = self.place
-        for *_, nbytes_of_data, before, after in chunks:
-            place += -place % ALIGNMENT + len(before) + nbytes_of_data + len(after)
-        return place
-
-
-_ChunkKinds: TypeAlias = Sequence[tuple[Shape, Shape, int, bytes, bytes]]
-"""Of the chunks of a tensor: offsets, sizes, bytes of data, and the bytes of the file before and after these."""
-
-
-def _kinds_of(dtype: str, shape: Shape, num_ranks: int) -> _ChunkKinds:
-    chunks = []
-    for offsets, sizes in chunks_of(shape, dtype_named(dtype).itemsize, num_ranks):
-        stub = TensorStub(dtype, sizes, 0)
-        before, after = frames_around(stub, [stub])
-        chunks.append((offsets, sizes, stub.nbytes, before, after))
-    return chunks
-
-
-def _plans(most_nbytes: int, tensors: Sequence[PlannedTensor], num_ranks: int) -> Iterator[_FilePlan]:
-    """Yield the plan of each file, in order: at most `most_nbytes` with the frames between the data, or one larger tensor."""
-    plan, kinds_of = _FilePlan(), cache(partial(_kinds_of, num_ranks=num_ranks))
-    for tensor in tensors:
-        chunks = kinds_of(tensor.dtype, tensor.shape)
-        if plan.tensors and plan.place_after(chunks) > most_nbytes:
-            yield plan
-            plan = _FilePlan()
-        plan.add(tensor, chunks)
-    yield plan
+def _kind_of_value(dtype: str, shape: Shape) -> TensorKind:
+    return TensorKind(dtype, shape, (((0,) * len(shape), shape),))
 
 
 # ------------------------------------------------------------------------------------------- values
 
 
-def _add_value(values: ValueFile, where: str, value: Any, *paths: Path) -> None:
-    """Add the items of a value, each under all of the paths."""
+def _add_value(values: ValueFile, where: str, value: Any, *groups: PathGroup) -> None:
+    """Add the items of a value, each under the paths of all groups."""
     check_elements(where, value, CheckpointError)
     for inner, item in flattened(value, ()):
         if isinstance(item, InFile):  # written with the others of its half
             continue
         name = where + "".join(f"[{part!r}]" for part in inner)
-        values.add(name, item, *((*path, *inner) for path in paths))
+        values.add(name, item, *(inside for group in groups for inside in _inside(group, inner)))
 
 
-def _paths_of_trees(common: Any) -> dict[str, Path]:
+def _inside(group: PathGroup, inner: Path) -> list[PathGroup]:
+    """Return the paths of what is inside the values of a group."""
+    return [PathGroup((*path, *inner[:-1]), inner[-1]) for path in group] if inner else [group]
+
+
+def _paths_of_trees(common: Any) -> dict[str, PathGroup]:
     """Return the path of each tensor of a tree, by its key."""
-    return {item.key: path for path, item in flattened(common, ()) if isinstance(item, InFile)}
+    inside = ((path, item) for path, item in flattened(common, ()) if isinstance(item, InFile))
+    return {item.key: PathGroup(path[:-1], path[-1]) for path, item in inside}
 
 
 def _add_keys(values: ValueFile, where: str, value: Any, name: str) -> None:
@@ -321,7 +276,7 @@ def _add_keys(values: ValueFile, where: str, value: Any, name: str) -> None:
     """
     listed = list(other_keys_in(where, value))
     if listed:
-        values.add(where, listed, (KEYS, name))
+        values.add(where, listed, PathGroup((KEYS,), name))
     _add_classes(values, where, list(classes_in(value)), name)
 
 
@@ -329,7 +284,7 @@ def _add_classes(values: ValueFile, where: str, classes: Sequence[DictClass], na
     """Add the classes of dicts, and warn of those that are lost. `name`: as for `_add_keys`."""
     recorded = [(path, kind) for path, kind, _ in classes if kind]
     if recorded:
-        values.add(where, recorded, (KEYS, CLASSES, name))
+        values.add(where, recorded, PathGroup((KEYS, CLASSES), name))
     lost = [
         f"{where}{''.join(f'[{part!r}]' for part in path)} ({cls.__name__})" for path, kind, cls in classes if not kind
     ]
@@ -343,9 +298,12 @@ def _add_optimizer(values: ValueFile, optim: OptimDescription, records: tuple[ty
         where = f"param group {index}"
         for name, value in group.hyperparameters:
             # A parameter that is called as its group is numbered has the same value under the same key already.
-            in_flattened = ((OPTIM, f"{_GROUPS}.{fqn}.{name}") for fqn in group.params if fqn != str(index))
-            _add_value(values, f"{where}: {name}", value, (OPTIM, _GROUPS, index, str(name)), *in_flattened)
-        values.add(where, list(group.params), (OPTIM, _GROUPS, index, "params"))
+            flat_names = [f"{_GROUPS}.{fqn}.{name}" for fqn in group.params if fqn != str(index)]
+            paths = [PathGroup((OPTIM, _GROUPS, index), str(name))]
+            if flat_names:
+                paths.append(PathGroup((OPTIM,), flat_names[0], flat_names[1:]))
+            _add_value(values, f"{where}: {name}", value, *paths)
+        values.add(where, list(group.params), PathGroup((OPTIM, _GROUPS, index), "params"))
     for fqn, param in optim.params.items():
         for name, kind, value in param.values:
             if kind not in (SCALAR, OPAQUE):
@@ -355,15 +313,15 @@ def _add_optimizer(values: ValueFile, optim: OptimDescription, records: tuple[ty
                     f"{fqn}: {name!r} of its state has one part for each shard, which torch.distributed.checkpoint cannot "
                     "represent: save it in this library's own format"
                 )
-            _add_value(values, f"{fqn}: {name!r} of its state", value, (OPTIM, _STATE, fqn, str(name)))
+            _add_value(values, f"{fqn}: {name!r} of its state", value, PathGroup((OPTIM, _STATE, fqn), str(name)))
     for name, value in optim.other_keys.items():
-        _add_value(values, f"optimizer[{name!r}]", value, (OPTIM, str(name)))
+        _add_value(values, f"optimizer[{name!r}]", value, PathGroup((OPTIM,), str(name)))
     listed, classes = list[tuple[Path, list[Any]]](), list[DictClass]()
     for value, path in _optimizer_values(optim):
         listed += other_keys_in(OPTIM, value, path)
         classes += classes_in(value, path)
     if listed:
-        values.add("the optimizer", listed, (KEYS, OPTIM))
+        values.add("the optimizer", listed, PathGroup((KEYS,), OPTIM))
     _add_classes(values, "optimizer", classes, OPTIM)
 
 
@@ -380,11 +338,11 @@ def _optimizer_values(optim: OptimDescription) -> Iterator[tuple[Any, Path]]:
     yield optim.other_keys, ()
 
 
-def _paths_of(optim: OptimDescription | None) -> dict[str, Path]:
+def _paths_of(optim: OptimDescription | None) -> dict[str, PathGroup]:
     """Return the path of each stored tensor of the optimizer, by its key."""
     params = optim.params if optim is not None else {}
     return {
-        key: (OPTIM, _STATE, fqn, str(name))
+        key: PathGroup((OPTIM, _STATE, fqn), str(name))
         for fqn, param in params.items()
         for name, kind, key in param.values
         if kind not in (SCALAR, OPAQUE)
