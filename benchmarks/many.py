@@ -1,10 +1,11 @@
 """Many small tensors: processor time and Python calls per value of each call, beside DCP and a bare loop of writes.
 
-    python benchmarks/many.py [--params 400 4000] [--worlds 2] [--wrappers FSDP2] [--calls] [--profile "fsdp_optim, save"]
+    python benchmarks/many.py [--params 400 4000] [--worlds 2] [--wrappers FSDP2] [--apart] [--calls] [--profile CALL]
 
 Each parameter has 8 x 8 elements and Adam's state: four values each with the weight, two moments and the step. 20 parameters
 make one unit of the wrapper. Processor time is user and system time of the slowest rank, by `resource.getrusage`: also that of
-its threads. The contestants run in turn in the same processes; a load is of the save before, into an optimizer without state.
+its threads. The contestants run in turn in the same processes, or with --apart DCP in others: what it leaves of the heap costs
+the others some tenth more. A load is of the save before, into an optimizer without state.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -45,6 +46,7 @@ from fsdp_optim.fairscale import FullyShardedDataParallel
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 UNIT = 20
+OURS, DCP = "fsdp_optim", "DCP"
 VALUES = 4  # of a parameter: its weight, two moments and the step
 
 Calls = dict[str, Callable[[], object]]
@@ -141,8 +143,10 @@ def dcp_load(model: nn.Module, optim: torch.optim.Optimizer, path: Path) -> None
     set_state_dict(model, optim, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
 
 
-def contestants(folder: Path, wrapper: str, num_params: int, *, peers: bool) -> tuple[Calls, Callable[[str], None]]:
-    """Return the calls to measure, in the order of the first round, and what prepares each."""
+def contestants(
+    folder: Path, wrapper: str, num_params: int, libraries: Sequence[str]
+) -> tuple[Calls, Callable[[str], None]]:
+    """Return the calls of some libraries to measure, in the order of the first round, and what prepares each."""
     model, optim = trained(wrapper, num_params)
     handles: list[fsdp_optim.SaveHandle] = []
     quick = fsdp_optim.SaveOptions(durable=False)
@@ -169,10 +173,11 @@ def contestants(folder: Path, wrapper: str, num_params: int, *, peers: bool) -> 
         "async_save's stall": stall,
         "bare writes": lambda: bare_write(model, folder / "bare"),
     }
-    if peers:
-        calls["DCP, save"] = lambda: dcp_save(model, optim, folder / "dcp")
-        calls["DCP, load"] = lambda: dcp_load(model, optim, folder / "dcp")
-    return calls, before
+    peers: Calls = {
+        "DCP, save": lambda: dcp_save(model, optim, folder / "dcp"),
+        "DCP, load": lambda: dcp_load(model, optim, folder / "dcp"),
+    }
+    return {**(calls if OURS in libraries else {}), **(peers if DCP in libraries else {})}, before
 
 
 def processor_seconds() -> float:
@@ -181,11 +186,11 @@ def processor_seconds() -> float:
 
 
 def measure(
-    folder: Path, wrapper: str, num_params: int, rounds: int, peers: bool
+    folder: Path, wrapper: str, num_params: int, rounds: int, libraries: Sequence[str]
 ) -> dict[str, list[tuple[float, float, float]]]:
     """Runs on every rank. Returns for each call (processor seconds, seconds, growth of the peak in bytes), a tuple a round."""
     with fairscale_on_cpu():
-        calls, before = contestants(folder, wrapper, num_params, peers=peers)
+        calls, before = contestants(folder, wrapper, num_params, libraries)
         results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in calls}
         for index in range(rounds):
             order = list(calls)
@@ -208,7 +213,7 @@ def measure(
 def count_calls(folder: Path, wrapper: str, num_params: int) -> dict[str, int]:
     """Runs on every rank. Returns the Python and C calls of each call, in its second round, on this rank's main thread."""
     with fairscale_on_cpu():
-        calls, before = contestants(folder, wrapper, num_params, peers=False)
+        calls, before = contestants(folder, wrapper, num_params, [OURS])
         counts = {}
         for _, name in itertools.product(range(2), calls):
             before(name)
@@ -224,7 +229,7 @@ def count_calls(folder: Path, wrapper: str, num_params: int) -> dict[str, int]:
 def profiled(folder: Path, wrapper: str, num_params: int, name: str, order: str) -> None:
     """Runs on every rank: rank 0 prints a profile of the second round of one call."""
     with fairscale_on_cpu():
-        calls, before = contestants(folder, wrapper, num_params, peers=name.startswith("DCP"))
+        calls, before = contestants(folder, wrapper, num_params, [OURS, DCP])
         calls["fsdp_optim, save"]()
         for index in range(2):
             before(name)
@@ -266,6 +271,7 @@ def main() -> None:
     parser.add_argument("--wrappers", nargs="+", default=["FSDP2"], choices=list(WRAPPERS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-peers", action="store_true", help="leave DCP out")
+    parser.add_argument("--apart", action="store_true", help="DCP in processes of its own")
     parser.add_argument("--calls", action="store_true", help="count Python calls per value instead")
     parser.add_argument(
         "--profile",
@@ -290,17 +296,11 @@ def main() -> None:
                     most = max(rank[name] for rank in counts) / (VALUES * num_params)
                     print(f"{about}: {name}: {most:.1f} calls per value", flush=True)
             else:
-                by_rank = run_on_ranks(
-                    measure,
-                    world_size,
-                    place,
-                    wrapper,
-                    num_params,
-                    options.rounds,
-                    not options.no_peers and wrapper not in WITHOUT_DCP,
-                    timeout=3000.0,
-                )
-                print(table(header, rows_of(about, by_rank, VALUES * num_params)), flush=True)
+                libraries = [OURS] if options.no_peers or wrapper in WITHOUT_DCP else [OURS, DCP]
+                for together in [[name] for name in libraries] if options.apart else [libraries]:
+                    given = place, wrapper, num_params, options.rounds, together
+                    by_rank = run_on_ranks(measure, world_size, *given, timeout=3000.0)
+                    print(table(header, rows_of(about, by_rank, VALUES * num_params)), flush=True)
 
 
 if __name__ == "__main__":
