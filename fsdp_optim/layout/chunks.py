@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import numpy
 
@@ -35,6 +34,7 @@ class FlatChunks(Placement):
     chunk_numel: int
     replicas: tuple[Ranks, ...]
     own_tensor: bool = False
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "replicas", tuple(map(ranks_in_order, self.replicas)))
@@ -46,10 +46,8 @@ class FlatChunks(Placement):
         if self.start < 0 or self.chunk_numel < 0:
             raise LayoutError(f"start and chunk_numel must be at least 0, not {self.start} and {self.chunk_numel}")
         check_distinct(self.replicas)
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.full_shape, self.start, self.chunk_numel, self.replicas, self.own_tensor))
+        of_all = self.full_shape, self.start, self.chunk_numel, self.replicas, self.own_tensor
+        object.__setattr__(self, "_hash", hash(of_all))
 
     def __hash__(self) -> int:
         return self._hash
@@ -89,8 +87,9 @@ class FlatChunks(Placement):
 
     def run(self, shard: int) -> Run:
         chunk_start = shard * self.chunk_numel - self.start
-        start = min(max(chunk_start, 0), self._numel)
-        stop = max(min(chunk_start + self.chunk_numel, self._numel), start)
+        numel = self.numel
+        start = min(max(chunk_start, 0), numel)
+        stop = max(min(chunk_start + self.chunk_numel, numel), start)
         return Run(start, stop, 0 if self.own_tensor or start == stop else start - chunk_start)
 
     @property
@@ -99,7 +98,7 @@ class FlatChunks(Placement):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        return self.start, self.chunk_numel, self._numel
+        return self.start, self.chunk_numel, self.numel
 
     def run_table(self, shards: Numbers, numbers: Columns | None = None) -> BoxTable:
         start, chunk_numel, numel = self.numbers if numbers is None else numbers

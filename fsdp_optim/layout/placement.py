@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 
 import numpy
@@ -36,13 +35,9 @@ class Placement:
     def shape(self) -> Shape:
         return self.full_shape
 
-    @cached_property
-    def _numel(self) -> int:
-        return prod(self.full_shape)
-
     @property
     def numel(self) -> int:
-        return self._numel
+        return prod(self.full_shape)
 
     @property
     @abstractmethod

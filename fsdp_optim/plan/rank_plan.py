@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, overload
@@ -109,26 +109,33 @@ class Plans:
         Missing plans are made together, which takes less time: a batch ends at some thousands of pairs of shards, which bounds
         its memory.
         """
-        batch, known, num_pairs = list[Request](), dict[Request, RankPlan | ShardPair](), 0
-        for request in requests:
-            batch.append(request)
-            if request not in known:
-                kept = self._find(request)
-                known[request] = entry = kept if kept is not None else part_of(request)
-                num_pairs += 1 + entry.num_pairs if isinstance(entry, ShardPair) else 0
+        batch, missing, known, num_pairs = list[RankPlan | int](), list[ShardPair](), dict[Request, RankPlan | int](), 0
+        for (
+            request
+        ) in requests:  # each is hashed as seldom as possible: that is a good part of the time of a small plan
+            entry = known.get(request)
+            if entry is None:
+                entry = self._find(request)
+                if entry is None:
+                    entry = len(missing)
+                    missing.append(part_of(request))
+                    num_pairs += 1 + missing[-1].num_pairs
+                known[request] = entry
+            batch.append(entry)
             if num_pairs >= PAIRS_TOGETHER:
-                yield from self._made(batch, known)
-                batch, known, num_pairs = [], {}, 0
-        yield from self._made(batch, known)
+                yield from self._made(batch, missing)
+                batch, missing, known, num_pairs = [], [], {}, 0
+        yield from self._made(batch, missing)
 
-    def _made(self, batch: Sequence[Request], known: Mapping[Request, RankPlan | ShardPair]) -> list[RankPlan]:
-        """Return the plans of some requests, for which there is a kept plan or the part that is still to be planned."""
-        missing = [part for part in known.values() if isinstance(part, ShardPair)]
-        plans = {request: plan for request, plan in known.items() if isinstance(plan, RankPlan)}
-        for part, copies in zip(missing, copies_of_parts(missing), strict=True):
-            plans[part.request] = plan = RankPlan(part.request.rank, part.request.target, copies)
+    def _made(self, batch: Sequence[RankPlan | int], missing: Sequence[ShardPair]) -> list[RankPlan]:
+        """Return the plans of a batch, which has kept plans, and the numbers of parts that are still to be planned."""
+        made = [
+            RankPlan(part.request.rank, part.request.target, copies)
+            for part, copies in zip(missing, copies_of_parts(missing), strict=True)
+        ]
+        for part, plan in zip(missing, made, strict=True):
             self._keep(part.request, plan)
-        return [plans[request] for request in batch]
+        return [made[entry] if isinstance(entry, int) else entry for entry in batch]
 
     def _find(self, request: Request) -> RankPlan | None:
         with self._lock:
@@ -140,8 +147,9 @@ class Plans:
     def _keep(self, request: Request, plan: RankPlan) -> None:
         with self._lock:
             self.num_made += 1
-            if request not in self._kept:
-                self._kept[request] = plan
+            num_kept = len(self._kept)
+            self._kept[request] = plan
+            if len(self._kept) > num_kept:
                 self._nbytes += _nbytes_of(request, plan)
             while self._nbytes > self._most_nbytes:
                 self._nbytes -= _nbytes_of(*self._kept.popitem(last=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from unittest import mock
@@ -287,6 +288,21 @@ def test_a_layer_of_a_grid_is_planned_at_once() -> None:
         plans = list(Plans().each(requests))
     assert [len(call.args[0]) for call in at_once.call_args_list] == [30, 30]
     assert [list(planned) for planned in plans] == [list(singly(request)) for request in requests]
+
+
+def test_a_request_is_hashed_a_few_times() -> None:
+    """Hashing a placement takes as long as some of what is done for it: to look for a plan here and there, and to keep it."""
+    shapes = [(number,) for number in range(10, 90)]
+    requests = [Request(FlatChunks(shape, 0, 30, (range(4),)), Whole(shape, (0,)), 0) for shape in shapes]
+    plans = Plans()
+    with mock.patch.object(FlatChunks, "__hash__", autospec=True, side_effect=FlatChunks.__hash__) as hashed:
+        made = list(plans.each([*requests, *requests[:20]]))
+        assert hashed.call_count <= 4 * len(requests) + 20
+        hashed.reset_mock()
+        again = list(plans.each(requests))
+        assert hashed.call_count <= 4 * len(requests)
+    assert all(map(operator.is_, again, made))
+    assert all(map(operator.is_, made[80:], made))
 
 
 def test_listed_boxes_that_are_runs_are_planned_alike_by_a_rank_with_many_pairs_and_by_one_with_few() -> None:
