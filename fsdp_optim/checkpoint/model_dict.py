@@ -27,7 +27,7 @@ from fsdp_optim.formats.base.protocols import (
     MODULES,
     StoredTensor,
 )
-from fsdp_optim.layout import Whole
+from fsdp_optim.layout import Whole, whole_on
 from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.options import CallArguments, GatherArguments, Model
 from fsdp_optim.results.calls import Incompatible
@@ -188,7 +188,7 @@ class _GivenEnd(End):
     source_rank: int
 
     def placement(self, value: StateValue) -> Whole:
-        return Whole(value.placement.shape, (self.source_rank,))
+        return whole_on(value.placement.shape, (self.source_rank,))
 
     def memory(self, value: StateValue) -> torch.Tensor | None:
         held = self.given.tensors.get(stored_value(value).stored.key)

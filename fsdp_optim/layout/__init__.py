@@ -17,7 +17,7 @@ from fsdp_optim.layout.chunks import FlatChunks, flat_chunks
 from fsdp_optim.layout.flat_runs import FlatRuns
 from fsdp_optim.layout.listed import Boxes
 from fsdp_optim.layout.mesh import MeshBoxes, OnMesh, cut_named, cut_of
-from fsdp_optim.layout.placement import Placement, RankSet, Whole
+from fsdp_optim.layout.placement import Placement, RankSet, Whole, whole_on
 from fsdp_optim.layout.ranks import STORAGE, Ranks, number_array, ranks_in_order, sorted_ranks
 from fsdp_optim.layout.strided import StridedBoxes, contiguous_order
 from fsdp_optim.layout.tables import BoxTable, Columns, Mask, Numbers, along, at
@@ -54,4 +54,5 @@ __all__ = [
     "ranks_in_order",
     "row_major_strides",
     "sorted_ranks",
+    "whole_on",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 import numpy
@@ -287,6 +288,12 @@ class Whole(Placement):
 
     def __str__(self) -> str:
         return f"whole, of shape {list(self.shape)},"
+
+
+@lru_cache(maxsize=4096)
+def whole_on(shape: Shape, ranks: Ranks) -> Whole:
+    """Return a Whole, the same object for equal arguments: what depends on a placement is found again by its identity."""
+    return Whole(shape, ranks)
 
 
 class RankSet:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fsdp_optim.errors import RankError
-from fsdp_optim.layout import Placement, Ranks, Shape, Whole
+from fsdp_optim.layout import Placement, Ranks, whole_on
 from fsdp_optim.move import End, StateValue
 from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.live.local import LocalParam
@@ -78,14 +78,9 @@ class WholeEnd(End):
     recipients: Ranks
     ranks_of: Callable[[StateValue], Ranks] | None = None
     made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    _places: dict[tuple[Shape, Ranks], Whole] = field(default_factory=dict)
 
     def placement(self, value: StateValue) -> Placement:
-        key = (value.placement.shape, self.recipients if self.ranks_of is None else self.ranks_of(value))
-        place = self._places.get(key)
-        if place is None:
-            place = self._places[key] = Whole(*key)
-        return place
+        return whole_on(value.placement.shape, self.recipients if self.ranks_of is None else self.ranks_of(value))
 
     def memory(self, value: StateValue) -> torch.Tensor | None:
         if self.group.rank not in (self.recipients if self.ranks_of is None else self.ranks_of(value)):

@@ -12,7 +12,7 @@ import torch
 
 from fsdp_optim.adapters.known import is_sharded_value
 from fsdp_optim.errors import RankError, StateError, counted_noun
-from fsdp_optim.layout import Whole
+from fsdp_optim.layout import whole_on
 from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.options import CallArguments, Model, ScatterArguments
 from fsdp_optim.state.dicts.dialects import given_dict
@@ -77,7 +77,7 @@ def scatter(
         def whole(fqn: str, name: str) -> torch.Tensor | None:
             return state.state[fqn][name] if state is not None else None
 
-        source = DictEnd(lambda value: Whole(value.placement.shape, (source_rank,)), whole)
+        source = DictEnd(lambda value: whole_on(value.placement.shape, (source_rank,)), whole)
         return deliver(group, local, global_state, contents, source)
 
 

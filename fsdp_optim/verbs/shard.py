@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
-from fsdp_optim.layout import Whole
+from fsdp_optim.layout import Whole, whole_on
 from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import CallArguments, Model
 from fsdp_optim.state.dicts.dialects import given_dict
@@ -64,7 +64,7 @@ def shard(
         for name, dtype in summary.dtypes.items()
     ]
     here = world_here().group("get_shard_from_optim_state_dict", (rank,))
-    source = DictEnd(lambda value: Whole(value.placement.shape, (rank,)), lambda fqn, name: state.state[fqn][name])
+    source = DictEnd(lambda value: whole_on(value.placement.shape, (rank,)), lambda fqn, name: state.state[fqn][name])
     target, failure = allocate_shard(load_plan, values, rank), Failure()
     move(values, source, target, here, here.budget, failure)
     agree(here, "cut", failure.error)
@@ -118,7 +118,7 @@ def _cut_on_all(
             contents = FullContents(summaries, state.groups, state.other_keys, opaque, fit, state.uncollected)
         agree(group, "a full dict on each rank", failure.error)
         source = DictEnd(
-            lambda value: Whole(value.placement.shape, group.ranks), lambda fqn, name: state.state[fqn][name]
+            lambda value: whole_on(value.placement.shape, group.ranks), lambda fqn, name: state.state[fqn][name]
         )
         return deliver(group, local, global_state, contents, source)
 

@@ -279,6 +279,8 @@ class TableTest(unittest.TestCase):
         assert tables is not None
         made = table_of(tables, "folder/")
         assert made is not None
+        wanted = {(item.file, item.start, item.nbytes): key for key, tensor in made[0].items() for item in tensor.items}
+        self.assertEqual(dict(made[0].places()), wanted)
         again = TensorTable.of(dict(made[0]))
         self.assertEqual(dict(again), dict(made[0]))
         self.assertEqual(again.ends_of_files(), made[0].ends_of_files())

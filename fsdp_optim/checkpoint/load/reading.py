@@ -17,7 +17,7 @@ from fsdp_optim.checkpoint.common.local_extents import LocalExtent, LocalMemory,
 from fsdp_optim.checkpoint.load.short_ranges import SHORT_NBYTES, ShortRanges
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import StoredTensor, TensorReader
-from fsdp_optim.layout import STORAGE, Placement, Whole
+from fsdp_optim.layout import STORAGE, Placement, Whole, whole_on
 from fsdp_optim.move import End, Slice, StateValue
 from fsdp_optim.plan import Copy, Plans, clip_to_target, copies_into, replica_of, runs_of
 from fsdp_optim.tensors.memory import Budget, dtype_named, flatten
@@ -375,7 +375,7 @@ def read_constants(checkpoint: TensorReader, stored: Sequence[StoredTensor]) -> 
     by_file: dict[str, list[ShortRanges]] = {}
     for tensor in stored:
         if tensor.shape:
-            whole = Whole(tensor.shape, (0,))
+            whole = whole_on(tensor.shape, (0,))
             value = values[id(tensor)] = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device=_CPU)
             others.append(
                 Slice(StoredValue.of(tensor.key, "", tensor, whole, None, is_state=True), whole, value.view(-1))

@@ -23,7 +23,7 @@ from fsdp_optim.errors import RankError, StateError, WrapperError
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra
 from fsdp_optim.formats.base.protocols import MODULES, StoredTensor
-from fsdp_optim.layout import Placement, Shape, Whole
+from fsdp_optim.layout import Placement, Shape, whole_on
 from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.options import CallArguments
 from fsdp_optim.state.merged.global_state import Param
@@ -266,7 +266,7 @@ def _described(group: RankGroup, names: Mapping[str, str], given: Mapping[str, A
         if not isinstance(value, torch.Tensor) or is_extra_state(fqn):
             others[fqn] = [versions.get(module_path(name)), value]
         elif fqn not in flats:
-            placement, flats[fqn] = cut.get(name) or (Whole(tuple(value.shape), ranks), flatten(value.detach()))
+            placement, flats[fqn] = cut.get(name) or (whole_on(tuple(value.shape), ranks), flatten(value.detach()))
             described.append((fqn, dtype_name(value.dtype), placement))
     everything: Described = tuple(described)
     if options.broadcast:

@@ -18,7 +18,7 @@ from fsdp_optim.dcp.dicts.flat import check_has_form, chunked_weights, flat_name
 from fsdp_optim.dcp.dicts.options import SOURCE_RANK, Given
 from fsdp_optim.dcp.dicts.values import check_names, delivered, of_all_ranks
 from fsdp_optim.errors import RankError, StateError
-from fsdp_optim.layout import Placement, Shape, Whole
+from fsdp_optim.layout import Placement, Shape, whole_on
 from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import CallArguments
 from fsdp_optim.tensors.dtensors import is_dtensor
@@ -204,7 +204,7 @@ def _sources(moved: Mapping[str, torch.Tensor], ranks: tuple[int, ...]) -> dict[
     """Return the placement of each value, and this rank's elements. `ranks`: those that have a full value."""
     cut = read_sharded_values((name, name, value) for name, value in moved.items())
     return {
-        name: cut.get(name) or (Whole(tuple(value.shape), ranks), flatten(value.detach()))
+        name: cut.get(name) or (whole_on(tuple(value.shape), ranks), flatten(value.detach()))
         for name, value in moved.items()
     }
 
@@ -273,7 +273,7 @@ def _prepared_by_broadcast(model: nn.Module, given: Mapping[str, Any], options: 
         here = given if group.rank == SOURCE_RANK else {}
         sources = {
             name: (
-                Whole(described[source][1], (SOURCE_RANK,)),
+                whole_on(described[source][1], (SOURCE_RANK,)),
                 flatten(here[source].detach()) if source in here else None,
             )
             for name, source in places.items()

@@ -3,6 +3,7 @@
 zip_records.py, legacy_archive.py    where the bytes of each record are
 inert_pickle.py                      a pickle reader that calls nothing but the functions of a table
 pickle_table.py, torch_globals.py, numpy_globals.py    that table
+part_in_memory.py                    several of them, read together
 torch_archive.py                     the values of a file, with places of tensors instead of elements
 torch_zip.py, safe_values.py         writing: the bytes around the elements
 torch_archives.py                    several archives in a file

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.foreign.archive.part_in_memory import PartInMemory, close_together, read_together
 from fsdp_optim.foreign.archive.zip_records import ZIP, FilePart, Records
 from fsdp_optim.foreign.reader import Archive, ForeignReader
 from fsdp_optim.formats.base.checksums import hash_of
+from fsdp_optim.storage.base import Opened
 
-_SMALL = (
-    64 << 10
-)  # bytes of an archive; of equal archives, such as thousands of learning rates, only the first is checked
+_SMALL = 64 << 10  # bytes of an archive
 
 
 @dataclass
@@ -36,7 +36,10 @@ class RecordSums:
     problems: list[str] = field(default_factory=list)
     is_whole: bool = True
     _num_done: int = 0
-    _small: set[int] = field(default_factory=set)
+    _small: set[int] = field(
+        default_factory=set
+    )  # of equal archives, such as thousands of learning rates, one is checked
+    _frames: dict[int, tuple[int, int, bytes, bytes]] = field(default_factory=dict)  # of the last one of each length
     _lock: Lock = field(default_factory=Lock)
 
     @classmethod
@@ -56,31 +59,48 @@ class RecordSums:
     def compare(self, num_threads: int, shown: Callable[[int], None]) -> list[str]:
         """Read all records of all archives, and return the problems. `shown` is called with the number of bytes so far."""
         self.is_whole, self.shown = bool(self.archives), shown
-        left = iter(self.archives)
+        left = close_together(self.archives)
         with ThreadPoolExecutor(num_threads, thread_name_prefix="fsdp_optim: verify") as pool:
             for future in [pool.submit(self._run, left) for _ in range(num_threads)]:
                 future.result()
         return self.problems
 
-    def _run(self, left: Iterator[Archive]) -> None:
+    def _run(self, left: Iterator[list[Archive]]) -> None:
         while True:
             with self._lock:
-                archive = next(left, None)
-            if archive is None:
+                batch = next(left, [])
+            if not batch:
                 return
-            problems, is_whole = self._look(archive)
-            with self._lock:
-                self.problems += problems
-                self.is_whole = self.is_whole and is_whole
-                self._num_done += archive.nbytes
-                self.shown(self._num_done)
+            opened = self._read_together(batch)
+            for archive in batch:
+                problems, is_whole = self._look(archive, opened)
+                with self._lock:
+                    self.problems += problems
+                    self.is_whole = self.is_whole and is_whole
+                    self._num_done += archive.nbytes
+                    self.shown(self._num_done)
 
-    def _look(self, archive: Archive) -> tuple[list[str], bool]:
-        """Return the problems of one archive, and whether all of its records have a CRC32."""
-        opened, problems, is_whole = self.reader.opened, [], True
+    def _read_together(self, batch: Sequence[Archive]) -> Opened:
+        """Return the file of archives that follow each other, with their bytes in memory if they are several."""
+        opened = self.reader.opened
+        if len(batch) == 1:
+            return opened
         try:
-            if archive.nbytes <= _SMALL and self._is_known(opened.read(archive.file, archive.start, archive.nbytes)):
-                return [], True
+            return PartInMemory(opened, batch[0].start, read_together(opened, batch))
+        except CheckpointError:
+            return opened  # each by itself, to say which of them cannot be read
+
+    def _look(self, archive: Archive, opened: Opened) -> tuple[list[str], bool]:
+        """Return the problems of one archive, and whether all of its records have a CRC32."""
+        data = b""
+        try:
+            if archive.nbytes <= _SMALL:
+                data = opened.read(archive.file, archive.start, archive.nbytes)
+                if self._is_known(data):
+                    return [], True
+                if self._has_known_frames(data):
+                    return [], False
+                opened = PartInMemory(opened, archive.start, data)
             if opened.read(archive.file, archive.start, min(len(ZIP), archive.nbytes)) != ZIP:
                 return [], False
             part = FilePart(opened, archive.file, archive.start, archive.nbytes)
@@ -92,16 +112,27 @@ class RecordSums:
                 f"{records.where}: its records have {records.stored_nbytes} bytes in {archive.nbytes}: it was changed"
             )
             return [_with_name(text, archive)], False
+        problems, without = self._compare(archive, records)
+        if data and not problems and len(without) == 1:
+            _, start, stop, _ = records.range_of(without[0])
+            start, stop = start - archive.start, stop - archive.start
+            self._frames[len(data)] = start, stop, data[:start], data[stop:]
+        return problems, not without
+
+    def _compare(self, archive: Archive, records: Records) -> tuple[list[str], list[str]]:
+        """Return the problems of all records of an archive, and the records that have no CRC32."""
+        problems, without = list[str](), list[str]()
         for record in records.infos:
             try:
                 crcs = records.crcs(record)
             except CheckpointError as error:
                 problems.append(_with_name(str(error), archive))
                 continue
-            is_whole = is_whole and crcs is not None
-            if crcs is not None and crcs[0] != crcs[1]:
+            if crcs is None:
+                without.append(record)
+            elif crcs[0] != crcs[1]:
                 problems.append(self._in_words(archive, records, record, *crcs))
-        return problems, is_whole
+        return problems, without
 
     def _is_known(self, data: bytes) -> bool:
         hashed = hash_of(data)
@@ -109,6 +140,11 @@ class RecordSums:
             is_known = hashed in self._small
             self._small.add(hashed)
         return is_known
+
+    def _has_known_frames(self, data: bytes) -> bool:
+        """Return whether an archive differs from one that was checked only in the record that has no CRC32."""
+        start, stop, before, after = self._frames.get(len(data), (0, 0, b"", b""))
+        return stop > start and data[:start] == before and data[stop:] == after
 
     def _in_words(self, archive: Archive, records: Records, record: str, actual: int, saved: int) -> str:
         names = [archive.name] if archive.name else self.reader.tensors_in(*records.range_of(record))

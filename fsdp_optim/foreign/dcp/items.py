@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.foreign.archive.part_in_memory import PartInMemory, close_together, read_together
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive, read_archive
 from fsdp_optim.foreign.dcp.safetensors_items import SafetensorsInside
-from fsdp_optim.foreign.dcp.tensor_table import ItemPlace, Tensor
+from fsdp_optim.foreign.dcp.tensor_table import ItemPlace, Tensor, TensorTable
 from fsdp_optim.foreign.lazy import LazyPlaces
 from fsdp_optim.foreign.reader import Archive, Source
 from fsdp_optim.formats.base.bools import check_bytes
@@ -26,11 +27,9 @@ from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.unread import unread_in
 from fsdp_optim.layout import Shape
 from fsdp_optim.storage.base import Opened
-from fsdp_optim.tensors.memory import dtype_named, in_batches
+from fsdp_optim.tensors.memory import dtype_named
 
 _MOST_HEAD_NBYTES = 64 << 10
-_MOST_TOGETHER = 8 << 20  # bytes of items that are read at once
-_GAP_NBYTES = 32 << 10  # bytes between items that are read too, because another read costs more
 _AHEAD = 4  # heads for each request that is best under way
 
 
@@ -175,17 +174,16 @@ def read_values(opened: Opened, items: Mapping[str, ItemPlace], *, allow_pickle:
     """
     values: dict[str, Any] = {}
     known: dict[bytes, TorchArchive] = {}  # thousands of parameters have the same learning rate
-    keys_at: dict[tuple[str, int, int], list[str]] = {}  # which may be stored once
+    keys_at: dict[Archive, list[str]] = {}  # which may be stored once
     for key, item in items.items():
-        keys_at.setdefault((item.file, item.start, item.nbytes), []).append(key)
-    for batch in in_batches(sorted(keys_at), lambda place: place[2], _MOST_TOGETHER, _are_close):
-        (file, first, _), (_, last, nbytes) = batch[0], batch[-1]
-        data = opened.read(file, first, last + nbytes - first)
+        keys_at.setdefault(Archive(item.file, item.start, item.nbytes), []).append(key)
+    for batch in close_together(sorted(keys_at)):
+        data = read_together(opened, batch)
         for place in batch:
-            start = place[1] - first
-            part, keys = data[start : start + place[2]], keys_at[place]
+            start = place.start - batch[0].start
+            part, keys = data[start : start + place.nbytes], keys_at[place]
             if part not in known:
-                known[part] = _archive(keys[0], _Part(opened, place[1], part), items[keys[0]])
+                known[part] = _archive(keys[0], PartInMemory(opened, place.start, part), items[keys[0]])
             archive = known[part]
             for key in keys:
                 try:
@@ -195,26 +193,17 @@ def read_values(opened: Opened, items: Mapping[str, ItemPlace], *, allow_pickle:
     return values
 
 
-def archives_in(
-    opened: Opened, tensors: Mapping[str, Tensor], values: Mapping[str, ItemPlace], beside: str
-) -> list[Archive]:
+def archives_in(opened: Opened, tensors: TensorTable, values: Mapping[str, ItemPlace], beside: str) -> list[Archive]:
     """Return all items, in the order of their bytes, as archives that may have checksums.
 
     `beside`: a file that is one too, if there.
     """
-    by_key = [(item, key) for key, tensor in tensors.items() for item in tensor.items]
-    by_key += [(item, key) for key, item in values.items()]
-    archives = {
-        (item.file, item.start, item.nbytes): Archive(item.file, item.start, item.nbytes, key) for item, key in by_key
-    }
+    names = dict(tensors.places())
+    names.update({(item.file, item.start, item.nbytes): key for key, item in values.items()})
     return [
-        *sorted(archives.values()),
+        *sorted([Archive(*place, name) for place, name in names.items()]),
         *([Archive(beside, 0, opened.size_of(beside))] if beside in opened.names() else []),
     ]
-
-
-def _are_close(place: tuple[str, int, int], following: tuple[str, int, int]) -> bool:
-    return place[0] == following[0] and 0 <= following[1] - place[1] - place[2] <= _GAP_NBYTES
 
 
 def _archive(name: str, opened: Opened, item: ItemPlace) -> TorchArchive:
@@ -233,45 +222,6 @@ def unread_class_in(value: Any) -> str:
     """Return the name of the class of an inert object in a value; "" if it has none."""
     unread = unread_in(value)
     return unread.what if unread is not None else ""
-
-
-class _Part(Opened):
-    """A file with some of its bytes already in memory."""
-
-    def __init__(self, opened: Opened, start: int, data: bytes) -> None:
-        self._opened, self._start, self._data = opened, start, data
-
-    @property
-    def where(self) -> str:
-        return self._opened.where
-
-    def named(self, name: str) -> str:
-        return self._opened.named(name)
-
-    def size_of(self, name: str) -> int:
-        return self._start + len(self._data)
-
-    nbytes_of = size_of
-
-    def has(self, name: str) -> bool:
-        return self._opened.has(name)
-
-    def version_of(self, name: str) -> tuple[object, ...] | None:
-        return self._opened.version_of(name)
-
-    def was_replaced(self) -> bool:
-        return self._opened.was_replaced()
-
-    def close(self) -> None:
-        """Do nothing: the files belong to another object."""
-
-    def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
-        at = offset - self._start
-        if at < 0 or at + sum(map(len, pieces)) > len(self._data):
-            raise CheckpointError(f"{self.named(name)}: an archive reaches outside of its {len(self._data)} bytes")
-        for piece in pieces:
-            piece[:] = self._data[at : at + len(piece)]
-            at += len(piece)
 
 
 def _in_words(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from math import prod
 from typing import Any, NamedTuple
 
@@ -110,13 +110,11 @@ class TensorTable(Mapping[str, Tensor]):
         columns, row = self.columns, self._row_of[key]
         start, end = int(columns.ends[row - 1]) if row else 0, int(columns.ends[row])
         files, transforms = self.files, self.transforms
+        in_files, starts = columns.files[start:end].tolist(), columns.starts[start:end].tolist()
+        nbytes = columns.nbytes[start:end].tolist()
         items = [
-            ItemPlace(files[file], first, nbytes, transforms.get(number, ()) if transforms else (), key)
-            for number, file, first, nbytes in zip(
-                range(start, end),
-                *(column[start:end].tolist() for column in columns[4:]),
-                strict=True,
-            )
+            ItemPlace(files[file], first, length, transforms.get(number, ()) if transforms else (), key)
+            for number, file, first, length in zip(range(start, end), in_files, starts, nbytes, strict=True)
         ]
         return Tensor(
             self.dtypes[columns.dtypes[row]],
@@ -151,6 +149,13 @@ class TensorTable(Mapping[str, Tensor]):
     def keys_of_chunks(self, numbers: Sequence[int]) -> list[str]:
         """Return the keys of the tensors that have these chunks."""
         return self.keys_of(numpy.searchsorted(self.columns.ends, numbers, side="right").tolist())
+
+    def places(self) -> Iterator[tuple[tuple[str, int, int], str]]:
+        """Yield the file, the first byte and the number of bytes of each chunk, with the key of its tensor."""
+        columns = self.columns
+        files = map(self.files.__getitem__, columns.files.tolist())
+        keys = chain.from_iterable(map(repeat, self._row_of, numpy.diff(columns.ends, prepend=0).tolist()))
+        return zip(zip(files, columns.starts.tolist(), columns.nbytes.tolist(), strict=True), keys, strict=True)
 
     def dimensions(self) -> dict[str, int]:
         """Return the number of dimensions of each tensor."""

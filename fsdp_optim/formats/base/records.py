@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +18,7 @@ from fsdp_optim.formats.base.description import OptimDescription
 from fsdp_optim.formats.base.extents import DataSection
 from fsdp_optim.formats.base.frames import Frames, Pieces
 from fsdp_optim.formats.base.summary import ManagerRecord, content_of
-from fsdp_optim.layout import STORAGE, Placement, Shape, Whole
+from fsdp_optim.layout import STORAGE, Placement, Shape, whole_on
 from fsdp_optim.tensors.memory import dtype_named
 
 Half = Literal["model", "optim", "state"]
@@ -67,7 +66,7 @@ class StoredTensor(Struct, frozen=True):
     @property
     def placement(self) -> Placement:
         """The placement of the elements on ranks of storage."""
-        return self.chunks.placement if self.chunks is not None else _whole_in_storage(self.shape)
+        return self.chunks.placement if self.chunks is not None else whole_on(self.shape, (STORAGE,))
 
     def place_on(self, rank: int) -> tuple[str, int]:
         """Return the file in which the elements of one rank of storage are, and the byte at which they begin."""
@@ -80,11 +79,6 @@ class StoredTensor(Struct, frozen=True):
             return self.file, self.start
         placement = self.chunks.placement
         return self.chunks.at[next(rank for rank in placement.ranks if placement.numel_on(rank))]
-
-
-@functools.lru_cache(maxsize=256)
-def _whole_in_storage(shape: Shape) -> Whole:
-    return Whole(shape, (STORAGE,))
 
 
 @dataclass(frozen=True)

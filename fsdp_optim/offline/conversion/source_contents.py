@@ -29,7 +29,7 @@ from fsdp_optim.formats.base.index import (
 from fsdp_optim.formats.base.protocols import COMMON, Prepared, Reader, StoredTensor, Writer
 from fsdp_optim.formats.base.records import PLANNED
 from fsdp_optim.formats.base.tree_values import keys_in
-from fsdp_optim.layout import Shape, Whole
+from fsdp_optim.layout import Shape, whole_on
 from fsdp_optim.move import Key
 from fsdp_optim.offline.conversion.group_order import by_group
 from fsdp_optim.offline.conversion.seen_index import index_of
@@ -201,7 +201,7 @@ def _which_weights(index: CheckpointIndex) -> WhichWeights:
 def _values(stored: Mapping[str, StoredTensor], *, is_state: bool, name: str = "") -> tuple[SavedValue, ...]:
     """Return stored tensors as values to save, whose keys stand for FQNs; large elements first, as a save writes them."""
     values = [
-        SavedValue(key, name, dtype_named(tensor.dtype), Whole(tensor.shape, (0,)), is_state, key)
+        SavedValue(key, name, dtype_named(tensor.dtype), whole_on(tensor.shape, (0,)), is_state, key)
         for key, tensor in stored.items()
     ]
     return tuple(sorted(values, key=lambda value: -value.dtype.itemsize))
@@ -354,13 +354,13 @@ class _Optim:
                     tensor = stored[True, fqn, name] = stored_state.tensors[fqn, name]
                     entries[name], words[name] = structs.replace(tensor, key=key), Kind.SHARDED.value
                     values.append(
-                        SavedValue(fqn, name, dtype_named(tensor.dtype), Whole(tensor.shape, (0,)), True, key)
+                        SavedValue(fqn, name, dtype_named(tensor.dtype), whole_on(tensor.shape, (0,)), True, key)
                     )
                 elif isinstance(value, torch.Tensor) and not value.dim():
                     is_sharded = full.kind_of(fqn, name, value, shape, evidence) is Kind.SHARDED
                     words[name] = (Kind.SHARDED if is_sharded else Kind.SCALAR).value
                     entries[name] = StoredTensor(key, dtype_name(value.dtype), (), "", 0)
-                    values.append(SavedValue(fqn, name, value.dtype, Whole((), (0,)), True, key, constant=value))
+                    values.append(SavedValue(fqn, name, value.dtype, whole_on((), (0,)), True, key, constant=value))
                 else:
                     kind = full.kind_of(fqn, name, value, shape, evidence)
                     entries[name] = value

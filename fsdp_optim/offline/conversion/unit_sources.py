@@ -11,7 +11,7 @@ import torch
 from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd, StoredValue
 from fsdp_optim.formats.base.protocols import Reader, StoredTensor
-from fsdp_optim.layout import FlatRuns, Whole
+from fsdp_optim.layout import FlatRuns, whole_on
 from fsdp_optim.move import Key, move
 from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.transport.failure import Failure
@@ -87,5 +87,5 @@ def _stored_value(part: UnitPart, stored_tensors: Mapping[Key, StoredTensor]) ->
     stored = stored_tensors[value.key]
     is_unsharded = num == value.placement.numel
     last = part.first + num
-    cut = Whole(stored.shape, (0,)) if is_unsharded else FlatRuns(stored.shape, (part.first,), (last,), (0,))
+    cut = whole_on(stored.shape, (0,)) if is_unsharded else FlatRuns(stored.shape, (part.first,), (last,), (0,))
     return StoredValue.of(value.fqn, value.name, stored, cut, part.flat, is_state=value.is_state)

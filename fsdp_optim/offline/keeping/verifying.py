@@ -15,7 +15,7 @@ from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
 from fsdp_optim.errors import CheckpointError, counted_noun, shortened
 from fsdp_optim.foreign.archive.record_sums import RecordSums
 from fsdp_optim.formats.base.protocols import Half, PlannedFile, Reader, StoredTensor
-from fsdp_optim.layout import Whole
+from fsdp_optim.layout import whole_on
 from fsdp_optim.move import Key
 from fsdp_optim.offline.conversion.copy_ranges import plan_units
 from fsdp_optim.offline.conversion.unit_sources import CheckpointSource
@@ -104,7 +104,7 @@ def _files(checkpoint: Reader) -> tuple[list[File], dict[Key, StoredTensor]]:
     for half, tensors in halves:
         values, starts, at = list[SavedValue](), list[int](), 0
         for key, tensor in sorted(tensors.items(), key=lambda pair: (pair[1].file, pair[1].start)):
-            name, whole = TREE if half == "state" else "", Whole(tensor.shape, (0,))
+            name, whole = TREE if half == "state" else "", whole_on(tensor.shape, (0,))
             value = SavedValue(key, name, dtype_named(tensor.dtype), whole, half == "optim", key)
             stored[value.key] = tensor
             values.append(value)

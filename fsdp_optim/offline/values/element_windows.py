@@ -18,7 +18,7 @@ from fsdp_optim.checkpoint.common.local_extents import bytes_of
 from fsdp_optim.checkpoint.load.reading import elements_of
 from fsdp_optim.formats.base.extents import Extent, without_overlaps
 from fsdp_optim.formats.base.protocols import Reader
-from fsdp_optim.layout import Block, Box, Boxes, Placement, Shape, Whole
+from fsdp_optim.layout import Block, Box, Boxes, Placement, Shape, Whole, whole_on
 from fsdp_optim.offline.values.named_values import NamedValue
 from fsdp_optim.plan import Plans
 from fsdp_optim.tensors.allocation import in_pages
@@ -134,7 +134,7 @@ def _sliced(constant: torch.Tensor, cut: Placement) -> torch.Tensor:
 
 def all_elements(shape: Shape) -> Placement:
     """Return the cut of all elements of a shape."""
-    return Whole(shape, (0,))
+    return whole_on(shape, (0,))
 
 
 def elements_in_box(shape: Shape, box: Box) -> Placement:
