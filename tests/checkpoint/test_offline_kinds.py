@@ -12,11 +12,13 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import torch.distributed.checkpoint as dcp
 from kit.compare import check_same
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+import fsdp_optim.dcp
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.stores import store_at
 from fsdp_optim.checkpoint.load.short_ranges import ShortRanges
@@ -98,6 +100,20 @@ class OfflineKindsTest(unittest.TestCase):
                 check_same("state", sorted_state(again[1]), sorted_state(trained(num_layers)[1]))
                 shutil.rmtree(new)
         self.assertLessEqual(nums[1], nums[0] + 2, f"{nums} for 2 and {LAYERS} layers of 8 values")
+
+    def test_items_of_torchs_planner(self) -> None:
+        nums = []
+        for num_layers in (2, LAYERS):
+            model, _ = trained(num_layers)
+            wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            for tensor in model.parameters():
+                nn.init.zeros_(tensor)
+            with count_plans() as of_ranges:
+                place = self.root / f"safetensors-{num_layers}"
+                dcp.load({"model": model.state_dict()}, storage_reader=fsdp_optim.dcp.Reader(place), no_dist=True)
+            check_same("weights", model.state_dict(), wanted)
+            nums.append(of_ranges.call_count)
+        self.assertLessEqual(nums[1], nums[0] + 2, f"{nums} for 2 and {LAYERS} layers")
 
     def test_a_byte_of_archives_that_are_alike(self) -> None:
         """Each byte of the frames of the second and the third of four, and of the last: as when each is looked at by itself."""

@@ -8,6 +8,7 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.protocols import Reader as OpenCheckpoint
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.own.manifest import NAME
-from fsdp_optim.layout import Block, Box, Boxes, Shape, Whole
+from fsdp_optim.layout import Block, Box, Boxes, Placement, Shape, Whole
 from fsdp_optim.move import Slice
 from fsdp_optim.storage.base import Store
 from fsdp_optim.tensors.memory import Budget, dtype_named, in_batches
@@ -287,9 +288,14 @@ class _Read:
 
 def _slice(stored: StoredTensor, box: Box, flat: torch.Tensor) -> Slice:
     """Return a box of a stored tensor as a part of a read: `flat` has its elements, one after the other."""
-    is_all = box.sizes == stored.shape
-    cut = Whole(stored.shape, (0,)) if is_all else Boxes(stored.shape, ((0, (Block(box, 0),)),))
+    cut = _cut_of(stored.shape, box)
     return Slice(StoredValue.of(stored.key, "", stored, cut, flat, is_state=False), cut, flat)
+
+
+@lru_cache(maxsize=4096)
+def _cut_of(shape: Shape, box: Box) -> Placement:
+    """Return a box of a tensor on rank 0: one object for equal arguments, by which reads that are alike are found."""
+    return Whole(shape, (0,)) if box.sizes == shape else Boxes(shape, ((0, (Block(box, 0),)),))
 
 
 def _windows(box: Box, target: torch.Tensor, most: int) -> Iterator[tuple[Box, torch.Tensor]]:
