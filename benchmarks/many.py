@@ -230,7 +230,7 @@ def profiled(folder: Path, wrapper: str, num_params: int, name: str, order: str)
     """Runs on every rank: rank 0 prints a profile of the second round of one call."""
     with fairscale_on_cpu():
         calls, before = contestants(folder, wrapper, num_params, [OURS, DCP])
-        calls["fsdp_optim, save"]()
+        calls["DCP, save" if name.startswith("DCP") else "fsdp_optim, save"]()
         for index in range(2):
             before(name)
             profile = cProfile.Profile()
@@ -297,10 +297,12 @@ def main() -> None:
                     print(f"{about}: {name}: {most:.1f} calls per value", flush=True)
             else:
                 libraries = [OURS] if options.no_peers or wrapper in WITHOUT_DCP else [OURS, DCP]
+                rows = []
                 for together in [[name] for name in libraries] if options.apart else [libraries]:
                     given = place, wrapper, num_params, options.rounds, together
                     by_rank = run_on_ranks(measure, world_size, *given, timeout=3000.0)
-                    print(table(header, rows_of(about, by_rank, VALUES * num_params)), flush=True)
+                    rows += rows_of(about, by_rank, VALUES * num_params)
+                print(table(header, rows), flush=True)
 
 
 if __name__ == "__main__":

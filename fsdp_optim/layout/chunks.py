@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy
 
@@ -34,7 +34,6 @@ class FlatChunks(Placement):
     chunk_numel: int
     replicas: tuple[Ranks, ...]
     own_tensor: bool = False
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "replicas", tuple(map(ranks_in_order, self.replicas)))
@@ -46,11 +45,14 @@ class FlatChunks(Placement):
         if self.start < 0 or self.chunk_numel < 0:
             raise LayoutError(f"start and chunk_numel must be at least 0, not {self.start} and {self.chunk_numel}")
         check_distinct(self.replicas)
-        of_all = self.full_shape, self.start, self.chunk_numel, self.replicas, self.own_tensor
-        object.__setattr__(self, "_hash", hash(of_all))
 
     def __hash__(self) -> int:
-        return self._hash
+        # Like a cached_property, without its lock: flat parameters have as many cuts as parameters.
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = hash((self.full_shape, self.start, self.chunk_numel, self.replicas, self.own_tensor))
+            self.__dict__["_hash"] = known
+        return known
 
     @property
     def num_shards(self) -> int:
@@ -161,5 +163,5 @@ class FlatChunks(Placement):
 def flat_chunks(
     shape: Shape, start: int, chunk_numel: int, replicas: tuple[Ranks, ...], own_tensor: bool = False
 ) -> FlatChunks:
-    """Return `FlatChunks(...)` from a cache: equal layers share one value, and with it the numbers that it caches."""
+    """Return `FlatChunks(...)` from a cache: equal layers share one value, and with it its hash."""
     return FlatChunks(shape, start, chunk_numel, replicas, own_tensor)

@@ -34,9 +34,9 @@ class FlatRuns(Placement):
     by: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        bounds = list(zip(self.starts, self.stops, strict=True))
-        if len(bounds) != len(self.by) or any(not 0 <= start <= stop <= self.numel for start, stop in bounds):
-            raise LayoutError(f"each of the ranks {self.by} needs a run inside the {self.numel} elements, not {bounds}")
+        bounds, numel = list(zip(self.starts, self.stops, strict=True)), self.numel
+        if len(bounds) != len(self.by) or any(not 0 <= start <= stop <= numel for start, stop in bounds):
+            raise LayoutError(f"each of the ranks {self.by} needs a run inside the {numel} elements, not {bounds}")
         if any(a > c or b > d for (a, b), (c, d) in itertools.pairwise(bounds)):
             raise LayoutError(f"runs must be in the order of their elements, not {bounds}")
 

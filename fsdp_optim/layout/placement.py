@@ -11,11 +11,12 @@ from math import prod
 import numpy
 
 from fsdp_optim.layout.boxes import Block, Box, Run, Shape, bounds_of_box
+from fsdp_optim.layout.once import PickledByFields
 from fsdp_optim.layout.ranks import Ranks, check_distinct, number_array, ranks_in_order
 from fsdp_optim.layout.tables import BoxTable, Columns, Numbers
 
 
-class Placement:
+class Placement(PickledByFields):
     """Where one parameter lives. Shards are numbered; every rank that holds a shard holds all of its Blocks.
 
     Placements are frozen values that compute the shard of any rank, so every rank can plan for every other rank. A class without

@@ -109,10 +109,10 @@ class Plans:
         Missing plans are made together, which takes less time: a batch ends at some thousands of pairs of shards, which bounds
         its memory.
         """
+        # A plan that is not kept yet is the number of its part among the missing ones.
         batch, missing, known, num_pairs = list[RankPlan | int](), list[ShardPair](), dict[Request, RankPlan | int](), 0
-        for (
-            request
-        ) in requests:  # each is hashed as seldom as possible: that is a good part of the time of a small plan
+        for request in requests:
+            # Each is hashed as seldom as possible, which is a good part of the time of a small plan.
             entry = known.get(request)
             if entry is None:
                 entry = self._find(request)
@@ -147,7 +147,7 @@ class Plans:
     def _keep(self, request: Request, plan: RankPlan) -> None:
         with self._lock:
             self.num_made += 1
-            num_kept = len(self._kept)
+            num_kept = len(self._kept)  # to ask whether it is kept would hash the request once more
             self._kept[request] = plan
             if len(self._kept) > num_kept:
                 self._nbytes += _nbytes_of(request, plan)

@@ -28,7 +28,7 @@ from fsdp_optim.foreign.archive.pickle_stream import number
 from fsdp_optim.foreign.archive.torch_archives import TensorKind, file_plans
 from fsdp_optim.foreign.dcp.metadata_tables import read_tables
 from fsdp_optim.foreign.dcp.values import PathGroup, ValueItem
-from fsdp_optim.foreign.dcp.written_metadata import ListedItem, check_keys, metadata_pickle
+from fsdp_optim.foreign.dcp.written_metadata import ListedItem, check_keys, written_pickle
 from fsdp_optim.formats.base.protocols import PlannedTensor
 from fsdp_optim.layout import Shape
 
@@ -39,7 +39,7 @@ NUMBERS = (0, 1, 255, 256, 65_535, 65_536, 2**31 - 1, 2**31, 2**32, 2**39 - 1, 2
 
 def written(items: list[ListedItem], token: str = "a token") -> bytes:
     """The pickle of items, in a folder that is named so that it is seen in the metadata."""
-    return b"".join(metadata_pickle(FOLDER, items, token))
+    return b"".join(written_pickle(FOLDER, items, token))
 
 
 def of_torch(items: list[ListedItem], token: str = "a token") -> Metadata:
@@ -180,8 +180,8 @@ class WrittenTest(unittest.TestCase):
                 for byte, frame in plan.frames:
                     file, at = file + data[at:byte] + frame, byte
                 starts = iter(plan.chunk_starts)
-                for tensor, kind in zip(inside, plan.kinds, strict=True):
-                    for (offsets, sizes), archive in zip(kind.tensor.chunks, kind.archives, strict=True):
+                for tensor, of_kind in zip(inside, plan.plans, strict=True):
+                    for (offsets, sizes), archive in zip(of_kind.kind.chunks, of_kind.archives, strict=True):
                         start = next(starts)
                         self.assertEqual(start % 64, 0)
                         loaded = torch.load(io.BytesIO(file[start : start + archive.nbytes]), weights_only=True)

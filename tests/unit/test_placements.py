@@ -6,6 +6,8 @@ import copy
 import cProfile
 import pickle
 import pstats
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -39,7 +41,7 @@ from fsdp_optim.layout import (
     ranks_in_order,
     row_major_strides,
 )
-from fsdp_optim.layout.views import PlacedPart
+from fsdp_optim.layout.views import PlacedPart, View
 
 many = examples(100)
 some = examples(40)
@@ -218,6 +220,48 @@ def test_evenly_spaced_ranks_are_a_range() -> None:
     assert ranks_in_order(range(2, 0, -1)) == (2, 1)
     for ranks in ((4, 6, 7), (6, 4), (2, 2), (4, 6, 8, 11)):
         assert ranks_in_order(ranks) == ranks
+
+
+VIEW = View("a.w", "(b + c) n", {"b.w": "b n", "c.w": "c n"})
+PICKLED: list[Placement] = [
+    FlatChunks((4, 5), 0, 20, (range(3, 4),)),  # not cut: a range of one rank, whose hash has that of None inside
+    FlatChunks((4, 5), 3, 6, ((0, 2), (1, 3)), own_tensor=True),
+    FlatRuns((6,), (0, 2), (3, 6), (1, 0)),
+    MeshBoxes((6, 4), (2, 3), ((0, 0), (1, 1)), (range(6),)),
+    Boxes((4,), ((0, (Block(Box((0,), (2,)), 0),)), (1, (Block(Box((2,), (2,)), 0),)))),
+    Whole((3, 2), (2, 0), 5),
+    PlacedPart(MeshBoxes((6, 4), (2,), ((0, 0),), (range(2),)), VIEW.bind("a.w", (6, 4)).parts[1][1]),
+]
+
+
+@pytest.mark.parametrize("placement", PICKLED, ids=lambda placement: type(placement).__name__)
+def test_a_pickle_has_the_fields_alone(placement: Placement) -> None:
+    """Ranks compare reports by their bytes, and look for placements of others by their hash."""
+    data = pickle.dumps(placement)
+    assert {hash(placement), placement.numel, *placement.ranks, *map(placement.numel_on, placement.ranks)}
+    placement.run_table(number_array((0,)))
+    assert pickle.dumps(placement) == data
+    for again in (pickle.loads(data), copy.copy(placement), copy.deepcopy(placement)):
+        assert again == placement
+        assert again in {placement}
+
+
+PROGRAM = """
+import pickle, sys
+from dataclasses import replace
+made = [replace(placement) for placement in pickle.load(sys.stdin.buffer)]
+hashes = {hash(placement) for placement in made}
+pickle.dump(made, sys.stdout.buffer)
+"""
+
+
+def test_a_pickle_of_another_process() -> None:
+    """Where `None` may have another hash, as under torchrun."""
+    data = pickle.dumps(PICKLED)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], input=data, capture_output=True, check=True)
+    for again, placement in zip(pickle.loads(done.stdout), PICKLED, strict=True):
+        assert again == placement
+        assert again in {placement}
 
 
 def test_a_list_of_ranks_is_searched_and_hashed_once_for_all_cuts() -> None:

@@ -1,7 +1,7 @@
 """The operations of a pickle, made one after the other: for files with millions of entries, without an object for each.
 
-What is written once is a number of the memo after that, as `pickle.dumps` has it for the same object. Each method returns bytes,
-and must be called in the order of the file, because the memo counts.
+A value that is remembered is a number of the memo after that, as `pickle.dumps` has it for the same object. The methods must be
+called in the order of the file, because the memo counts.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ class PickleStream:
         return data
 
     def repeated(self, key: Hashable, make: Callable[[], bytes]) -> bytes:
-        """Return operations that are the same bytes each time, once all that they name is in the memo."""
+        """Return operations that are the same bytes each time, once all that they name is in the memo.
+
+        So they are made twice the first time: as they must be there, and as they are from the second time on.
+        """
         known = self._repeated.get(key)
         if known is not None:
             self.length += known[1]
@@ -98,7 +101,7 @@ class PickleStream:
         return data
 
     def repetition(self, key: Hashable) -> tuple[bytes, int]:
-        """Return the bytes of `repeated` from the second time on, and how many values they add to the memo."""
+        """Return the bytes of `repeated`, which was called, from the second time on, and how many values they add to the memo."""
         return self._repeated[key]
 
     def new_texts(self, texts: Iterable[str]) -> list[bytes]:

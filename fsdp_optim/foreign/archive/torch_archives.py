@@ -41,9 +41,9 @@ class _Archive:
 
 @dataclass(frozen=True)
 class KindPlan:
-    """The chunks of all tensors of a kind, and the archive of each."""
+    """The archives of the chunks of each tensor of a kind."""
 
-    tensor: TensorKind
+    kind: TensorKind
     archives: Sequence[_Archive]
 
 
@@ -54,7 +54,7 @@ class ArchiveFile:
     Attributes:
         num_data, place: the bytes of the data and of the file up to here.
         starts: the byte of the data at which each tensor begins.
-        kinds: those of the tensors.
+        plans: of each tensor, that of its kind.
         chunk_starts: the byte of the file at which the archive of each chunk begins, of one tensor after the other.
     """
 
@@ -62,22 +62,21 @@ class ArchiveFile:
     place: int = 0
     tensors: list[PlannedTensor] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    kinds: list[KindPlan] = field(default_factory=list)
+    plans: list[KindPlan] = field(default_factory=list)
     chunk_starts: list[int] = field(default_factory=list)
     _frames: list[tuple[int, bytes]] = field(default_factory=list)
     _last: bytes = b""  # the end of the last archive, which is in no frame yet
     _joined: dict[tuple[bytes, int, bytes], bytes] = field(default_factory=dict)
 
-    def add(self, tensor: PlannedTensor, kind: KindPlan) -> None:
+    def add(self, tensor: PlannedTensor, plan: KindPlan) -> None:
         self.tensors.append(tensor)
         self.starts.append(self.num_data)
-        self.kinds.append(kind)
-        for archive in kind.archives:
+        self.plans.append(plan)
+        for archive in plan.archives:
             gap = -self.place % ALIGNMENT
             between = (self._last, gap, archive.before)
-            content = self._joined.get(
-                between
-            )  # tensors of a kind share their frames: each may take as much as its data
+            # Tensors of a kind share their frames, each of which may take more than the data.
+            content = self._joined.get(between)
             if content is None:
                 content = self._joined[between] = self._last + bytes(gap) + archive.before
             self._frames.append((self.num_data, content))
@@ -86,10 +85,10 @@ class ArchiveFile:
             self.place += gap + archive.nbytes
             self.num_data += archive.num_data
 
-    def place_after(self, kind: KindPlan) -> int:
+    def place_after(self, plan: KindPlan) -> int:
         """Return the bytes of the file with the chunks of one more tensor, as `add` counts them."""
         place = self.place
-        for archive in kind.archives:
+        for archive in plan.archives:
             place += -place % ALIGNMENT + archive.nbytes
         return place
 
@@ -108,18 +107,18 @@ def file_plans(
     """
 
     @cache
-    def kind_of(dtype: str, shape: Shape) -> KindPlan:
+    def plan_of(dtype: str, shape: Shape) -> KindPlan:
         chunks = tuple(chunks_of(shape, dtype_named(dtype).itemsize))
         return KindPlan(TensorKind(dtype, shape, chunks), [_archive_of(dtype, sizes) for _, sizes in chunks])
 
-    plan = ArchiveFile()
+    file = ArchiveFile()
     for tensor in tensors:
-        kind = kind_of(tensor.dtype, tensor.shape)
-        if plan.tensors and plan.place_after(kind) > most_nbytes:
-            yield plan
-            plan = ArchiveFile()
-        plan.add(tensor, kind)
-    yield plan
+        plan = plan_of(tensor.dtype, tensor.shape)
+        if file.tensors and file.place_after(plan) > most_nbytes:
+            yield file
+            file = ArchiveFile()
+        file.add(tensor, plan)
+    yield file
 
 
 def _archive_of(dtype: str, sizes: Shape) -> _Archive:

@@ -7,9 +7,9 @@ from math import prod
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.foreign.archive.torch_archives import Chunk
 from fsdp_optim.layout import Block, Box, Boxes, FlatRuns, Placement, Shape, Whole
 
-_ChunkBox = tuple[Shape, Shape]
 _LEAST_CHUNK, _MOST_CHUNK = 4 << 20, 64 << 20  # bytes, of those that are written
 
 
@@ -17,9 +17,9 @@ class Cuts:
     """The placements of tensors. Tensors with the same cut share a placement, so that each cut is checked once."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[Shape, tuple[_ChunkBox, ...]], Placement] = {}
+        self._made: dict[tuple[Shape, tuple[Chunk, ...]], Placement] = {}
 
-    def placement(self, name: str, shape: Shape, boxes: tuple[_ChunkBox, ...]) -> Placement:
+    def placement(self, name: str, shape: Shape, boxes: tuple[Chunk, ...]) -> Placement:
         """Return the placement of a tensor. `name`: for errors. `boxes`: (offsets, sizes) of the chunks that have elements.
 
         Raises CheckpointError where chunks lie outside of the tensor or overlap, and where elements are in no chunk.
@@ -30,7 +30,7 @@ class Cuts:
         return placement
 
 
-def _placement(name: str, shape: Shape, boxes: Sequence[_ChunkBox]) -> Placement:
+def _placement(name: str, shape: Shape, boxes: Sequence[Chunk]) -> Placement:
     if not _is_shape(shape):
         raise CheckpointError(f"{name}: has the shape {shape!r}, which is no list of numbers")
     for offsets, sizes in boxes:

@@ -3,8 +3,7 @@
 Keys are those of `{"model": ..., "optimizer": ...}` with the dicts of `get_model_state_dict` and `get_optimizer_state_dict`. The
 hyperparameters are there nested and flattened, so both forms of the optimizer's dict find theirs; both name the same bytes.
 
-Each tensor is cut into chunks of whole rows. Each chunk is an archive of torch.save: its elements lie in the file as in any other
-format, and the rest of the archive is frames, which are the same for all chunks of one dtype and shape.
+Each tensor is cut into chunks of whole rows, and each chunk is an archive of torch.save (`torch_archives.py`).
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from fsdp_optim.foreign.dcp.values import (
 from fsdp_optim.foreign.dcp.written_metadata import (
     ListedItem,
     check_keys,
-    metadata_pickle,
     names_beside_weights,
+    written_pickle,
 )
 from fsdp_optim.formats.base.checksums import join_tables
 from fsdp_optim.formats.base.description import OPAQUE, SCALAR, OptimDescription
@@ -80,11 +79,10 @@ class DcpWriter(Writer):
 
     writes_trees: ClassVar[bool] = True
 
-    _paths: Mapping[str | None, Mapping[str, PathGroup]] = field(
-        default_factory=dict
-    )  # by half and key, not of weights
+    # Of the tensors that are not weights, by half and key; and the files.
+    _paths: Mapping[str | None, Mapping[str, PathGroup]] = field(default_factory=dict)
+    _files: dict[str, ArchiveFile] = field(default_factory=dict)
     _roles: SavedRoles | None = None
-    _plans: dict[str, ArchiveFile] = field(default_factory=dict)  # by file
 
     @property
     def _root(self) -> Path:
@@ -157,7 +155,7 @@ class DcpWriter(Writer):
 
     def _planned(self, name: str, half: Half, plan: ArchiveFile) -> PlannedFile:
         head, between = joined(plan.frames)
-        self._plans[name] = plan
+        self._files[name] = plan
         starts = tuple(plan.starts)
         return PlannedFile(
             name=name,
@@ -224,7 +222,7 @@ class DcpWriter(Writer):
             weights_dtype=contents.weights_dtype,
             roles=self._roles,
         )
-        yield NAME, with_summary(summary, list(metadata_pickle(stamp.folder, listed, stamp.token)))
+        yield NAME, with_summary(summary, list(written_pickle(stamp.folder, listed, stamp.token)))
 
     def _listed(self, files: Sequence[PlannedFile], aliases: Mapping[str, str]) -> Iterator[ListedItem]:
         """Yield all tensors with their places. `aliases`: other names of weights, each with that of the stored one."""
@@ -232,13 +230,12 @@ class DcpWriter(Writer):
         for other, stored in aliases.items():
             others.setdefault(stored, []).append(other)
         for file in files:
-            plan = self._plans[file.name]
-            paths, starts = self._paths.get(file.half), iter(plan.chunk_starts)
-            for tensor, kind in zip(file.tensors, plan.kinds, strict=True):
+            of_half, starts = self._paths.get(file.half), iter(self._files[file.name].chunk_starts)
+            for tensor, plan in zip(file.tensors, self._files[file.name].plans, strict=True):
                 key = tensor.key
-                paths_of = paths[key] if paths is not None else PathGroup(self._root, key, others.get(key, ()))
-                places = [(next(starts), archive.nbytes) for archive in kind.archives]
-                yield ListedItem(paths_of, kind.tensor, file.name, places)
+                paths = PathGroup(self._root, key, others.get(key, ())) if of_half is None else of_half[key]
+                places = [(next(starts), archive.nbytes) for archive in plan.archives]
+                yield ListedItem(paths, plan.kind, file.name, places)
 
 
 def _kind_of_value(dtype: str, shape: Shape) -> TensorKind:

@@ -56,7 +56,7 @@ class ListedItem:
     places: Sequence[tuple[int, int]]
 
 
-def metadata_pickle(folder: str, items: Sequence[ListedItem], token: str) -> Iterator[bytes]:
+def written_pickle(folder: str, items: Sequence[ListedItem], token: str) -> Iterator[bytes]:
     """Yield the bytes of the pickle of torch's Metadata.
 
     Args:
@@ -166,7 +166,10 @@ class _Writing:
         )
 
     def _properties(self, dtype: str) -> bytes:
-        """Return the properties of a tensor, whose state is a tuple; only the dtype is this library's choice."""
+        """Return the properties of a tensor, whose state is a tuple; only the dtype is this library's choice.
+
+        The object is in the memo before its state.
+        """
         stream, key = self.stream, ("properties", dtype)
         known = stream.known(key)
         if known is not None:
@@ -219,12 +222,16 @@ class _Writing:
                 ]
                 entries = [b"".join(parts)]
                 if num > 1:
-                    begin, adds = stream.repetition("index")
-                    end = stream.repetition(after)[0] + self._place(item.file, *place, is_shared=True)
-                    stream.length += (num - 1) * adds
-                    entries += [begin + key + end for key in refs(keys[1:])]
+                    known = self._place(item.file, *place, is_shared=True)
+                    entries += self._indices(keys[1:], stream.repetition(after)[0] + known)
                 yield entries
             at += num
+
+    def _indices(self, keys: Sequence[int], end: bytes) -> list[bytes]:
+        """Return the entries of further keys of a place. `end`: what follows the key in each."""
+        begin, adds = self.stream.repetition("index")
+        self.stream.length += len(keys) * adds
+        return [begin + key + end for key in refs(keys)]
 
     def _index(self) -> bytes:
         """Return an index up to its key."""

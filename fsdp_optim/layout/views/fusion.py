@@ -11,6 +11,7 @@ from functools import cached_property
 
 from fsdp_optim.errors import LayoutError, shortened
 from fsdp_optim.layout.boxes import Shape
+from fsdp_optim.layout.once import PickledByFields
 from fsdp_optim.layout.views.axes import Dims, Factor, axes_of, axes_text, read_axes, size_of, sizes_for
 from fsdp_optim.layout.views.inverse import BoundView, InverseView
 from fsdp_optim.layout.views.part import Part
@@ -19,7 +20,7 @@ from fsdp_optim.layout.views.rows import row_blocks_of
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class View:
+class View(PickledByFields):
     """A live parameter that trainers have fused, stacked, interleaved or transposed, and the canonical parameters in it.
 
     View("layers.{i}.attention.wqkv.weight", "(g (q + k + v) d) c", {

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from fsdp_optim.errors import LayoutError, shortened
 from fsdp_optim.layout.boxes import Shape
+from fsdp_optim.layout.once import PickledByFields
 from fsdp_optim.layout.views.axes import read_axes, size_of, sizes_for
 from fsdp_optim.layout.views.part import Part
 from fsdp_optim.layout.views.patterns import Bindings, Template, fields_of, is_index, match
@@ -36,7 +37,7 @@ class SomeView(Protocol):
 
 
 @dataclass(frozen=True)
-class BoundView:
+class BoundView(PickledByFields):
     """The canonical parts of one live parameter, by name, in the order of its View."""
 
     view: SomeView
@@ -60,7 +61,7 @@ class BoundView:
 
 
 @dataclass(frozen=True, repr=False)
-class InverseView:
+class InverseView(PickledByFields):
     """The inverse of a `View`, for checkpoints: `convert` and `diff` see its parts as the parameter that they make.
 
     It is no View, so that no call takes it for one. Its `repr` is Python: `View(...).inverse`.

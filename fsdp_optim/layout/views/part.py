@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from fsdp_optim.layout.boxes import Block, Box, Run, Shape, boxes_of_run, row_major_strides
 from fsdp_optim.layout.mesh import run_of_box
+from fsdp_optim.layout.once import PickledByFields
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(PickledByFields):
     """The elements of a live parameter that are one canonical parameter, and the order in which they are it.
 
     The dimensions of the live parameter are cut into factors. The part has a range of each factor's indices, and its own
