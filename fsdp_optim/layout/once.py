@@ -1,29 +1,15 @@
-"""What is asked once for each object: parameters of equal layers share their placements, meshes and cuts.
-
-What an object has cached stays in its process.
-"""
+"""What is asked once for each object: parameters of equal layers share their placements, meshes and cuts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from fsdp_optim.layout.placement import Placement
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class PickledByFields:
-    """A dataclass whose pickle has its fields alone: equal values are equal bytes, and a hash counts in one process only.
-
-    `hash(None)` is an address before Python 3.12, and the hash of a range of one element has it inside.
-    """
-
-    def __getstate__(self) -> dict[str, Any]:
-        fields = getattr(type(self), "__dataclass_fields__", self.__dict__)
-        return {name: value for name, value in self.__dict__.items() if name in fields}
 
 
 def once_each(ask: Callable[[T], R]) -> Callable[[T], R]:

@@ -11,7 +11,7 @@ from math import prod
 import numpy
 
 from fsdp_optim.layout.boxes import Block, Box, Run, Shape, bounds_of_box
-from fsdp_optim.layout.once import PickledByFields
+from fsdp_optim.layout.pickled import PickledByFields
 from fsdp_optim.layout.ranks import Ranks, check_distinct, number_array, ranks_in_order
 from fsdp_optim.layout.tables import BoxTable, Columns, Numbers
 
