@@ -294,7 +294,9 @@ class Whole(Placement):
 @lru_cache(maxsize=4096)
 def whole_on(shape: Shape, ranks: Ranks) -> Whole:
     """Return a Whole, the same object for equal arguments: what depends on a placement is found again by its identity."""
-    return Whole(shape, ranks)
+    return Whole(
+        (*map(int, shape),), ranks
+    )  # a torch.Size and numpy's integers are equal to others, which share the object
 
 
 class RankSet:

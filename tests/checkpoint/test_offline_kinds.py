@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from unittest import mock
 
+import numpy
 import torch
 import torch.distributed.checkpoint as dcp
 from kit.compare import check_same
@@ -170,6 +171,10 @@ class TogetherTest(unittest.TestCase):
     def test_equal_wholes_are_one_object(self) -> None:
         self.assertIs(whole_on((3, 4), (0,)), whole_on((3, 4), (0,)))
         self.assertEqual(whole_on((3, 4), (1, 2)), Whole((3, 4), (1, 2)))
+        for shape in (torch.Size((31, 7)), tuple(numpy.array((31, 8)))):
+            made = whole_on(shape, (0,))
+            self.assertIs(type(made.full_shape), tuple)
+            self.assertEqual({*map(type, made.full_shape)}, {int})
         self.assertNotEqual(whole_on((3, 4), (0,)), whole_on((3, 4), (1,)))
 
 

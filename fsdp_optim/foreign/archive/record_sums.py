@@ -36,10 +36,10 @@ class RecordSums:
     problems: list[str] = field(default_factory=list)
     is_whole: bool = True
     _num_done: int = 0
-    _small: set[int] = field(
-        default_factory=set
-    )  # of equal archives, such as thousands of learning rates, one is checked
-    _frames: dict[int, tuple[int, int, bytes, bytes]] = field(default_factory=dict)  # of the last one of each length
+    # Of small archives that are equal, such as thousands of learning rates, one is checked, and of each length what surrounds
+    # the elements of the last one is known.
+    _small: set[int] = field(default_factory=set)
+    _frames: dict[int, tuple[int, int, bytes, bytes]] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     @classmethod
