@@ -7,13 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import numpy
 
 from fsdp_optim.layout.boxes import Block, Box, Run, Shape, bounds_of_box
-from fsdp_optim.layout.pickled import PickledByFields
 from fsdp_optim.layout.ranks import Ranks, check_distinct, number_array, ranks_in_order
 from fsdp_optim.layout.tables import BoxTable, Columns, Numbers
+
+
+class PickledByFields:
+    """A dataclass whose pickle has its fields alone: equal values are equal bytes, and a hash counts in one process only.
+
+    `hash(None)` is an address before Python 3.12, and the hash of a range of one element has it inside.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        fields = getattr(type(self), "__dataclass_fields__", self.__dict__)
+        return {name: value for name, value in self.__dict__.items() if name in fields}
 
 
 class Placement(PickledByFields):

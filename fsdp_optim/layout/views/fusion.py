@@ -11,7 +11,7 @@ from functools import cached_property
 
 from fsdp_optim.errors import LayoutError, shortened
 from fsdp_optim.layout.boxes import Shape
-from fsdp_optim.layout.pickled import PickledByFields
+from fsdp_optim.layout.placement import PickledByFields
 from fsdp_optim.layout.views.axes import Dims, Factor, axes_of, axes_text, read_axes, size_of, sizes_for
 from fsdp_optim.layout.views.inverse import BoundView, InverseView
 from fsdp_optim.layout.views.part import Part

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from fsdp_optim.errors import LayoutError, shortened
 from fsdp_optim.layout.boxes import Shape
-from fsdp_optim.layout.pickled import PickledByFields
+from fsdp_optim.layout.placement import PickledByFields
 from fsdp_optim.layout.views.axes import read_axes, size_of, sizes_for
 from fsdp_optim.layout.views.part import Part
 from fsdp_optim.layout.views.patterns import Bindings, Template, fields_of, is_index, match

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fsdp_optim.layout.boxes import Block, Box, Run, Shape, boxes_of_run, row_major_strides
 from fsdp_optim.layout.mesh import run_of_box
-from fsdp_optim.layout.pickled import PickledByFields
+from fsdp_optim.layout.placement import PickledByFields
 
 
 @dataclass(frozen=True)
