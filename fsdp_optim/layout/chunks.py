@@ -10,11 +10,12 @@ import numpy
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout.boxes import Block, Run, Shape, boxes_of_run
-from fsdp_optim.layout.placement import Placement
+from fsdp_optim.layout.placement import Placement, hash_once
 from fsdp_optim.layout.ranks import Ranks, check_distinct, join_replicas, ranks_at, ranks_in_order
 from fsdp_optim.layout.tables import BoxTable, Columns, Numbers
 
 
+@hash_once
 @dataclass(frozen=True)
 class FlatChunks(Placement):
     """A parameter that begins at element `start` of a flat parameter, which is cut into equal chunks.
@@ -45,14 +46,6 @@ class FlatChunks(Placement):
         if self.start < 0 or self.chunk_numel < 0:
             raise LayoutError(f"start and chunk_numel must be at least 0, not {self.start} and {self.chunk_numel}")
         check_distinct(self.replicas)
-
-    def __hash__(self) -> int:
-        # Like a cached_property, without its lock: flat parameters have as many cuts as parameters.
-        known: int | None = self.__dict__.get("_hash")
-        if known is None:
-            known = hash((self.full_shape, self.start, self.chunk_numel, self.replicas, self.own_tensor))
-            self.__dict__["_hash"] = known
-        return known
 
     @property
     def num_shards(self) -> int:

@@ -12,10 +12,11 @@ import numpy
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout.boxes import Block, Run, Shape, boxes_of_run
-from fsdp_optim.layout.placement import Placement
+from fsdp_optim.layout.placement import Placement, hash_once
 from fsdp_optim.layout.tables import BoxTable, Columns, Numbers
 
 
+@hash_once
 @dataclass(frozen=True)
 class FlatRuns(Placement):
     """Row-major elements [starts[i], stops[i]) on the rank `by[i]`, in separate tensors.
@@ -39,13 +40,6 @@ class FlatRuns(Placement):
             raise LayoutError(f"each of the ranks {self.by} needs a run inside the {numel} elements, not {bounds}")
         if any(a > c or b > d for (a, b), (c, d) in itertools.pairwise(bounds)):
             raise LayoutError(f"runs must be in the order of their elements, not {bounds}")
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.full_shape, self.starts, self.stops, self.by))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     @property
     def num_listed(self) -> int:

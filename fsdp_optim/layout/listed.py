@@ -13,10 +13,11 @@ import numpy
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout.boxes import Block, Box, Run, Shape, runs_of_box
 from fsdp_optim.layout.mesh import run_of_box
-from fsdp_optim.layout.placement import Placement
+from fsdp_optim.layout.placement import Placement, hash_once
 from fsdp_optim.layout.tables import Numbers
 
 
+@hash_once
 @dataclass(frozen=True)
 class Boxes(Placement):
     """Any Blocks on any ranks, as a file or a peer lists them. Ranks may hold the same Boxes, or overlapping Boxes.
@@ -39,13 +40,6 @@ class Boxes(Placement):
                 ends = [o + n for o, n in zip(block.box.offsets, block.box.sizes, strict=True)]
                 if len(ends) != len(self.full_shape) or any(e > n for e, n in zip(ends, self.full_shape, strict=True)):
                     raise LayoutError(f"rank {rank}: {block.box} lies outside the shape {self.full_shape}")
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.full_shape, self.by_rank, self.is_open, self.apart))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     @cached_property
     def _shards(self) -> tuple[tuple[tuple[Block, ...], tuple[int, ...]], ...]:

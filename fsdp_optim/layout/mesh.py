@@ -6,14 +6,13 @@ import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 
 import numpy
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout.boxes import Block, Box, Run, Shape, bounds_of_box, row_major_strides
-from fsdp_optim.layout.placement import Placement
+from fsdp_optim.layout.placement import Placement, hash_once
 from fsdp_optim.layout.ranks import Ranks, check_distinct, join_replicas, ranks_at, ranks_in_order
 from fsdp_optim.layout.tables import BoxTable, Columns, Numbers
 
@@ -48,10 +47,6 @@ class OnMesh(Placement):
                     f"{self.full_shape}"
                 )
         check_distinct(self.replicas)
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.full_shape, self.mesh_shape, self.splits, self.replicas))
 
     @property
     def _split_parts(self) -> tuple[tuple[int, int], ...]:
@@ -140,6 +135,7 @@ class OnMesh(Placement):
         return f"of shape {list(self.shape)}, a DTensor cut along {cuts or 'no dimension'},"
 
 
+@hash_once
 @dataclass(frozen=True)
 class MeshBoxes(OnMesh):
     """A parameter on a mesh of ranks, as DTensor places it: each rank holds one Box, row-major in a separate tensor.
@@ -153,9 +149,6 @@ class MeshBoxes(OnMesh):
 
     `replicas`: the ranks of each mesh that holds the parameter in this way, row-major.
     """
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def box(self, shard: int) -> Box:
         """Return the Box of a shard, which is empty where the cut left no elements for the shard."""

@@ -7,13 +7,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 
 from fsdp_optim.layout.boxes import Block, Box, Run, Shape, bounds_of_box
 from fsdp_optim.layout.ranks import Ranks, check_distinct, number_array, ranks_in_order
 from fsdp_optim.layout.tables import BoxTable, Columns, Numbers
+
+C = TypeVar("C")
+
+
+def hash_once(cls: type[C]) -> type[C]:
+    """Let each value of a frozen dataclass compute its hash once: it may list thousands of ranks.
+
+    This is no `cached_property`, which takes a lock before Python 3.12: flat parameters have as many cuts as parameters.
+    """
+    of_fields = cls.__hash__
+
+    def __hash__(self: Any) -> int:
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = of_fields(self)
+        return known
+
+    cls.__hash__ = __hash__  # type: ignore[method-assign]
+    return cls
 
 
 class PickledByFields:

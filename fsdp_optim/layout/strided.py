@@ -11,6 +11,7 @@ from math import prod
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout.boxes import Block, Box, Run, Shape, row_major_strides
 from fsdp_optim.layout.mesh import OnMesh, run_of_box
+from fsdp_optim.layout.placement import hash_once
 
 _Cut = tuple[int, int, int]
 """(parameter dimension, number of groups, number of parts of each group)"""
@@ -19,6 +20,7 @@ _Spans = tuple[tuple[int, int], ...]
 """The ranges [start, stop) of one dimension that a rank has, in the order of its local tensor."""
 
 
+@hash_once
 @dataclass(frozen=True)
 class StridedBoxes(OnMesh):
     """A parameter on a mesh of ranks, as DTensor's `_StridedShard` places fused weights under tensor parallel.
@@ -37,9 +39,6 @@ class StridedBoxes(OnMesh):
         super().__post_init__()
         if len(self.factors) != len(self.splits) or min(self.factors, default=1) < 1:
             raise LayoutError(f"the splits {self.splits} need a factor of at least 1 each, not {self.factors}")
-
-    def __hash__(self) -> int:
-        return self._hash
 
     @property
     def cuts(self) -> tuple[tuple[int, ...], ...]:

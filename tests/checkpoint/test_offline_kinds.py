@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import tempfile
 import unittest
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -15,6 +14,7 @@ import numpy
 import torch
 import torch.distributed.checkpoint as dcp
 from kit.compare import check_same
+from kit.folders import SharedFolder
 from parameterized import parameterized
 from torch import nn
 
@@ -68,14 +68,10 @@ def problems_in(place: Path) -> list[str]:
         return sorted(sums.compare(2, lambda nbytes: None))
 
 
-class OfflineKindsTest(unittest.TestCase):
-    root: Path
-
+class OfflineKindsTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
+        """Checkpoints of a few layers and of many, in each format."""
         for num_layers in (2, LAYERS):
             model, optim = trained(num_layers)
             source = cls.root / f"safetensors-{num_layers}"

@@ -246,6 +246,25 @@ def test_a_pickle_has_the_fields_alone(placement: Placement) -> None:
         assert again in {placement}
 
 
+@pytest.mark.parametrize("placement", PICKLED, ids=lambda placement: type(placement).__name__)
+def test_a_hash_is_computed_once(placement: Placement) -> None:
+    """It may be that of thousands of ranks; equal placements have equal ones. Whole, which lists nothing else, has no need."""
+    counts = Counter[str]()
+
+    class Ranks(tuple[int, ...]):
+        def __hash__(self) -> int:
+            counts["hash"] += 1
+            return super().__hash__()
+
+    fresh = replace(placement)
+    name = next(iter(type(placement).__dataclass_fields__))  # type: ignore[attr-defined]
+    value = getattr(fresh, name)
+    fresh.__dict__[name] = Ranks(value) if isinstance(value, tuple) else value
+    assert hash(fresh) == hash(fresh) == hash(placement)
+    if isinstance(value, tuple):
+        assert counts["hash"] == (2 if isinstance(placement, Whole) else 1)
+
+
 PROGRAM = """
 import pickle, sys
 from dataclasses import replace

@@ -115,12 +115,7 @@ class PickleStream:
 
     def text(self, text: str) -> bytes:
         """Return a text, or a reference to it."""
-        known = self._refs.get(text)
-        if known is not None:
-            return known
-        (data,) = self.new_texts([text])
-        self.remember(text)
-        return data
+        return self._refs.get(text) or self.memoized(text, lambda: self.new_texts([text])[0])
 
     def named(self, module: str, name: str) -> bytes:
         """Return a class or another value of a module."""

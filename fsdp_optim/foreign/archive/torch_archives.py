@@ -75,7 +75,7 @@ class ArchiveFile:
         for archive in plan.archives:
             gap = -self.place % ALIGNMENT
             between = (self._last, gap, archive.before)
-            # Tensors of a kind share their frames, each of which may take more than the data.
+            # Tensors of equal dtype and shape have equal frames, often longer than their data: one object serves all of them.
             content = self._joined.get(between)
             if content is None:
                 content = self._joined[between] = self._last + bytes(gap) + archive.before

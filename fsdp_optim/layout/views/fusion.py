@@ -11,7 +11,7 @@ from functools import cached_property
 
 from fsdp_optim.errors import LayoutError, shortened
 from fsdp_optim.layout.boxes import Shape
-from fsdp_optim.layout.placement import PickledByFields
+from fsdp_optim.layout.placement import PickledByFields, hash_once
 from fsdp_optim.layout.views.axes import Dims, Factor, axes_of, axes_text, read_axes, size_of, sizes_for
 from fsdp_optim.layout.views.inverse import BoundView, InverseView
 from fsdp_optim.layout.views.part import Part
@@ -19,6 +19,7 @@ from fsdp_optim.layout.views.patterns import Bindings, Template, check_pattern, 
 from fsdp_optim.layout.views.rows import row_blocks_of
 
 
+@hash_once
 @dataclass(frozen=True, init=False, repr=False)
 class View(PickledByFields):
     """A live parameter that trainers have fused, stacked, interleaved or transposed, and the canonical parameters in it.
@@ -73,13 +74,6 @@ class View(PickledByFields):
         object.__setattr__(self, "parts", tuple((part, _part_text(where, part, text)) for part, text in parts.items()))
         object.__setattr__(self, "sizes", tuple(sorted(sizes.items())))
         self._check()
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.name, self.axes, self.parts, self.sizes))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def __repr__(self) -> str:
         sizes = "".join(f", {axis}={size}" for axis, size in self.sizes)

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from fsdp_optim.layout.boxes import Block, Box, Run, Shape, boxes_of_run, row_major_strides
 from fsdp_optim.layout.mesh import run_of_box
-from fsdp_optim.layout.placement import PickledByFields
+from fsdp_optim.layout.placement import PickledByFields, hash_once
 
 
+@hash_once
 @dataclass(frozen=True)
 class Part(PickledByFields):
     """The elements of a live parameter that are one canonical parameter, and the order in which they are it.
@@ -36,13 +37,6 @@ class Part(PickledByFields):
     lows: Shape
     sizes: Shape
     dims: tuple[Shape, ...]
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.factors, self.lows, self.sizes, self.dims))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     @cached_property
     def live_shape(self) -> Shape:

@@ -9,12 +9,13 @@ from functools import cached_property
 
 from fsdp_optim.layout.boxes import Block, Run, Shape
 from fsdp_optim.layout.listed import Boxes
-from fsdp_optim.layout.placement import Placement
+from fsdp_optim.layout.placement import Placement, hash_once
 from fsdp_optim.layout.ranks import Ranks
 from fsdp_optim.layout.tables import Numbers
 from fsdp_optim.layout.views.part import Part, blocks_in_part, run_in
 
 
+@hash_once
 @dataclass(frozen=True)
 class PlacedPart(Placement):
     """A part of a live parameter: its shards are on the ranks that have the shards of `live`, and in their local tensors.
@@ -29,13 +30,6 @@ class PlacedPart(Placement):
     @cached_property
     def full_shape(self) -> Shape:  # type: ignore[override]
         return self.part.shape
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.live, self.part, self.packed))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     @property
     def num_shards(self) -> int:
