@@ -92,10 +92,11 @@ def all_gather_bytes(
     if interrupt is not None:  # after a failed meeting no other rank waits for this rank
         interrupt.on_all_ranks = has_failed  # type: ignore[attr-defined]
         raise interrupt
-    if group.rank in verdict.missing:
-        raise _on_all_ranks(RankTimeoutError(f"rank {group.rank} came too late: {verdict.text}"))
+    if verdict.missing and verdict.is_early:  # the ranks that come afterwards are not late, and raise the same error
+        raise _on_all_ranks(RankError(verdict.text))
     if verdict.missing:
-        raise _on_all_ranks(RankError(verdict.text) if verdict.is_early else RankTimeoutError(verdict.text))
+        late = f"rank {group.rank} came too late: " if group.rank in verdict.missing else ""
+        raise _on_all_ranks(RankTimeoutError(late + verdict.text))
     if verdict.reasons:
         common = _common_error(verdict.reasons, len(group.ranks))
         raise _on_all_ranks(common) from (None if type(error) is type(common) and str(error) == str(common) else error)

@@ -146,6 +146,32 @@ def _wait_for_each_other(last: int) -> Error:
     return error
 
 
+def _comes_after_a_deadlock() -> Error:
+    """Ranks 0 and 1 wait for each other in two meetings; rank 2 comes to that of all ranks when they have raised."""
+    world = world_here()
+    place = {0: "until 0 has raised", 2: "until 2 has raised"}
+    if world.rank in place:
+        world.control.claim(f"holder {world.rank}", place[world.rank])
+    agree(_group(), "claimed")
+    if world.rank == 2:
+        _wait_until_free(place[0])
+    ranks = (0, 1) if world.rank == 1 else range(world.size)
+    error = error_text(lambda: agree(_group("gather", ranks), "read"))
+    if world.rank in place:
+        world.control.release(f"holder {world.rank}", place[world.rank])
+    _wait_until_free(place[2])
+    agree(_group(), "afterwards")
+    return error
+
+
+def _wait_until_free(place: str) -> None:
+    """Wait until the holder of a place has released it."""
+    world = world_here()
+    while world.control.claim(f"waits {world.rank}", place) != f"waits {world.rank}":
+        time.sleep(0.01)
+    world.control.release(f"waits {world.rank}", place)
+
+
 def _some_of_the_ranks() -> list[list[bytes]]:
     """Groups that overlap, one after the other, and two apart at the same time."""
     world, contents = world_here(), []
@@ -301,6 +327,11 @@ class ControlConformance(MixIn):
             by_rank = self.run_on(_wait_for_each_other, WORLD, last)
             self._check_alike(by_rank, "RankError", "they wait for each other", "ranks [0, 1, 2]", "ranks [0, 2]")
             self._case.assertRegex(by_rank[0][1], "rank 0 is at .*; rank 2 is at ")
+
+    def test_a_rank_that_comes_when_others_waited_for_each_other(self) -> None:
+        """A rank for which no other waits any more gets their error: it was not late, and a longer timeout is no fix."""
+        words = "they wait for each other", "ranks [0, 1, 2]", "ranks [0, 1]"
+        self._check_alike(self.run_on(_comes_after_a_deadlock, WORLD), "RankError", *words)
 
     def test_groups_of_some_ranks(self) -> None:
         """Meetings of some ranks work: of one rank, of overlapping groups, and of two groups at the same time."""
