@@ -297,7 +297,9 @@ class MissingTest(OnThreads):
 
         def warnings_of(late: int) -> list[str]:
             """Those that name the rank; other ranks too if these took long to come to the meeting."""
-            return [line for line in logs.output if re.search(rf"with {late}: .*\brank {late}\b.* did not arrive", line)]
+            return [
+                line for line in logs.output if re.search(rf"with {late}: .*\brank {late}\b.* did not arrive", line)
+            ]
 
         with mock.patch.object(long_wait, "_WARN_AFTER", 0.2), self.assertLogs("fsdp_optim", "WARNING") as logs:
             self.on(fanout, size, program, quiet=0.05)
@@ -323,6 +325,24 @@ class LostTest(OnThreads):
                         self.assertEqual(seen, [("", "None")] * (size - 1))
                     else:
                         self.check_alike(seen, "RankError", f"rank {lost}: its process has ended")
+
+    @parameterized.expand([(1, 3), (2, 7)])
+    def test_a_rank_that_was_taken_for_lost_raises_what_the_others_have_raised(self, fanout: int, size: int) -> None:
+        def program(world: StoreWorld) -> Result:
+            is_lost = world.rank == lost
+            result = self.program(lost, comes=False)(world)
+            if is_lost:
+                while len(raised) < size - 1:
+                    time.sleep(0.001)
+                result = told(lambda: agree(world.all(), "after"))
+            raised.append(world.rank)
+            return result
+
+        for lost in range(size):
+            raised: list[int] = []
+            self.check_alike(
+                self.on(fanout, size, program, quiet=0.1), "RankError", f"rank {lost}: its process has ended"
+            )
 
     def program(self, lost: int, *, comes: bool) -> Callable[[StoreWorld], Result]:
         def program(world: StoreWorld) -> Result:
