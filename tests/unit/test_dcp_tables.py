@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fsdp_optim.foreign.dcp import metadata
+from fsdp_optim.foreign.dcp import metadata, metadata_patterns
+from fsdp_optim.foreign.dcp.metadata_patterns import TENSORS, forms_of, free_in, operations, path_parts
 from fsdp_optim.foreign.dcp.metadata_tables import Tables, read_tables
 from fsdp_optim.foreign.dcp.tensor_table import TensorTable, table_of
 
@@ -81,6 +82,34 @@ def few_shared_objects() -> Metadata:
         MetadataIndex(key, sizes, 0): _StorageInfo("f.distcp", 1, 8) for key in "fg"
     }
     return Metadata(values, {key: (key,) for key in values}, places)
+
+
+def of_two_dtypes() -> Metadata:
+    """Tensors with properties in common: a long name has those of a tensor before it, a short one those of a tensor after it."""
+    first, second, third = (TensorProperties(dtype) for dtype in (torch.float32, torch.int64, torch.int64))
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for key, properties in (("a", first), ("b", second), ("long name", first), ("c", third), ("d", third)):
+        zero, size = torch.Size([0]), torch.Size([2])
+        tensors[key] = TensorStorageMetadata(properties, size, [ChunkStorageMetadata(zero, size)])
+        places[MetadataIndex(key, zero, 0)] = _StorageInfo("f.distcp", 0, 1)
+    return Metadata(tensors, {key: (key,) for key in tensors}, places)
+
+
+def alike(num: int) -> Metadata:
+    """Tensors with two chunks and values, with names of one length."""
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for number in range(num):
+        size = torch.Size([2, 300])
+        chunks = [ChunkStorageMetadata(torch.Size([at, 0]), torch.Size([1, 300])) for at in range(2)]
+        tensors[f"t{number}"] = TensorStorageMetadata(TensorProperties(torch.float32), size, chunks)
+        tensors[f"v{number}"] = BytesStorageMetadata()
+        for at, chunk in enumerate(chunks):
+            index = MetadataIndex(f"t{number}", chunk.offsets, at)
+            places[index] = _StorageInfo(f"__{at}_0.distcp", 1000 * number, 700)
+        places[MetadataIndex(f"v{number}")] = _StorageInfo("v.distcp", 10 * number, 10)
+    return Metadata(tensors, {key: ("all", key) for key in tensors}, places)
 
 
 def with_two_names(saved: Metadata) -> bytes:
@@ -165,18 +194,23 @@ class SameTest(InFolder):
 
     def test_a_value_that_is_named_before_it_is_there(self) -> None:
         """A reference to a later value of the memo: the unpickler refuses it, and so there are no tables."""
-        data = pickle.dumps(any_metadata(random.Random(5), 8))
-        num_before, num_refused = 0, 0
-        for code, argument, at in pickletools.genops(data):
-            num_before += code.name == "MEMOIZE"
-            if code.name != "BINGET":
-                continue
-            for later in range(num_before, min(num_before + 12, 256), 3):
-                damaged = data[: at + 1] + bytes([later]) + data[at + 2 :]
-                tables = tables_of(damaged)
-                self.assertTrue(tables is None or table_of(tables, "") is None, f"{argument} at {at} is {later} now")
-                num_refused += 1
-        self.assertGreater(num_refused, 200)
+        for saved, step, most in ((any_metadata(random.Random(5), 8), 3, 12), (of_two_dtypes(), 1, 256)):
+            data = pickle.dumps(saved)
+            tables = tables_of(data)
+            self.assertTrue(tables is not None and table_of(tables, "") is not None)
+            num_before, num_refused = 0, 0
+            for code, argument, at in pickletools.genops(data):
+                num_before += code.name == "MEMOIZE"
+                if code.name != "BINGET":
+                    continue
+                for later in range(num_before, min(num_before + most, 256), step):
+                    damaged = data[: at + 1] + bytes([later]) + data[at + 2 :]
+                    tables = tables_of(damaged)
+                    self.assertTrue(
+                        tables is None or table_of(tables, "") is None, f"{argument} at {at} is {later} now"
+                    )
+                    num_refused += 1
+            self.assertGreater(num_refused, 200)
 
     def test_another_object_in_the_place_of_a_shared_one(self) -> None:
         """Whatever value of the memo is named there, or class: tables say what the other reader says, or there are none."""
@@ -202,6 +236,43 @@ class SameTest(InFolder):
                 self.assertEqual(self.read(damaged, as_tables=True), self.read(damaged, as_tables=False))
         self.assertGreater(min(ends[end] for end in ("none", "value", "place")), 2, ends)
         self.assertEqual(ends["class"], 1)  # the class itself
+
+    def test_another_operation_in_the_place_of_each(self) -> None:
+        """Whatever stands in the place of a value, in the first, a middle or the last of entries that look alike."""
+        for saved in (any_metadata(random.Random(8), 5), alike(3)):
+            data, ends = pickle.dumps(saved, 4), Counter[str]()
+            codes = [(code.name, at) for code, _, at in pickletools.genops(data)]
+            for (name, at), (_, end) in itertools.pairwise(codes):
+                if name not in ("BINGET", "BININT1", "BININT2", "BININT", "NONE", "EMPTY_TUPLE"):
+                    continue
+                for other in (
+                    b"h\x07",
+                    b"K\x02",
+                    b"M\x02\x01",
+                    b"J\x02\x00\x00\x00",
+                    b"J\xff\xff\xff\xff",
+                    b"N",
+                    b")",
+                    b"\x8c\x01a",
+                ):
+                    damaged = data[:at] + other + data[end:]
+                    tables = tables_of(damaged)
+                    ends["none" if tables is None else "some"] += 1
+                    if tables is not None and table_of(tables, "") is not None:
+                        what = f"{other!r} in the place of {data[at:end]!r} at {at}"
+                        self.assertEqual(self.read(damaged, as_tables=True), self.read(damaged, as_tables=False), what)
+            self.assertGreater(min(ends["none"], ends["some"]), 10, ends)
+
+    def test_entries_of_one_length_and_of_many_forms(self) -> None:
+        """More forms than entries are compared with: the others are read one by one, up to a bound."""
+        data = pickle.dumps(any_metadata(random.Random(9), 400), 4)
+        wanted = self.read(data, as_tables=False)
+        with mock.patch.object(metadata_patterns, "_MOST_TRIED", 1):
+            self.assertEqual(self.read(data, as_tables=True), wanted)
+            self.assertIsNotNone(tables_of(data))
+        with mock.patch.multiple(metadata_patterns, _FEW_FORMS=2, _NBYTES_OF_FORM=1 << 20):
+            self.assertIsNone(tables_of(data))
+            self.assertEqual(self.read(data, as_tables=True), wanted)
 
     @unittest.skipUnless(
         "transform_descriptors" in signature(_StorageInfo).parameters, "this torch transforms no files"
@@ -270,6 +341,39 @@ class GivingUpTest(unittest.TestCase):
 
             self.assertIsNone(read_tables("here", counted()), filler)
             self.assertLess(pieces["read"], 4, filler)
+
+
+class FormTest(unittest.TestCase):
+    """Entries of which a text says another length than the patterns have found: no pickle is known in which all else fits."""
+
+    def test_operations_behind_the_end(self) -> None:
+        for entry in (b"\x8c", b"\x8c\x05ab\x94", b"h", b"j\x01\x02", b"M\x01"):
+            with self.assertRaises(ValueError):
+                operations(entry)
+
+    def test_parts_that_begin_elsewhere_or_end_elsewhere(self) -> None:
+        entry = b"\x8c\x02ab\x94h\x07"
+        spans = operations(entry)
+        self.assertEqual(
+            free_in(entry, spans, [(0, 5), (5, 7)]).tolist(), [False] * 2 + [True] * 2 + [False] * 2 + [True]
+        )
+        for part in ((1, 5), (0, 4), (0, 7), (7, 8)):
+            with self.assertRaises(ValueError):
+                free_in(entry, spans, [part])
+
+    def test_characters_that_no_pattern_allows(self) -> None:
+        for last in (b"b", b" ", b"~", b"\x1f", b"\x7f", b"\x94", b"\xc3"):
+            entries = [b"\x8c\x02ab\x94", b"\x8c\x02a" + last + b"\x94"]
+            ((form, (part,)),) = forms_of(entries, path_parts)
+            if last in b"b ~":
+                self.assertEqual(form.texts(part), ["ab", f"a{last.decode()}"])
+                continue
+            with self.assertRaises(ValueError):
+                form.texts(part)
+
+    def test_an_entry_that_is_none(self) -> None:
+        with self.assertRaises(ValueError):
+            TENSORS.spans(b"\x8c\x02ab\x94h")
 
 
 class TableTest(unittest.TestCase):

@@ -20,6 +20,7 @@ from fsdp_optim.foreign.dcp.metadata_pickle import (
     SavedProperties,
     SavedTensor,
     in_words,
+    is_size,
     load,
 )
 from fsdp_optim.foreign.dcp.metadata_tables import read_tables
@@ -115,6 +116,9 @@ def _tensor(where: str, key: str, value: SavedTensor, items: Mapping[tuple[str, 
     dtype = value.properties.dtype if isinstance(value.properties, SavedProperties) else None
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{where}: {key}: has {in_words(dtype)} instead of a dtype")
+    for size in (value.size, *(size for chunk in value.chunks for size in (chunk.offsets, chunk.sizes))):
+        if not is_size(size):
+            raise CheckpointError(f"{where}: {key}: has {in_words(size)} that is no size")
     boxes = tuple([(chunk.offsets, chunk.sizes) for chunk in value.chunks if 0 not in chunk.sizes])
     try:
         places = tuple([items[key, offsets] for offsets, _ in boxes])

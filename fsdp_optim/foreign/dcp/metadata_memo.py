@@ -6,20 +6,29 @@ rows have added to the memo is needed: where such a value is named again by its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import repeat
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy
+from numpy.typing import NDArray
 
-from fsdp_optim.foreign.dcp.metadata_patterns import Numbers, Tokens, refs_in, size_in
+from fsdp_optim.foreign.dcp.metadata_patterns import (
+    NONE,
+    SMALL_INTS,
+    TEXT,
+    Form,
+    Numbers,
+    Span,
+    is_ref,
+    refs_in,
+    size_in,
+)
+from fsdp_optim.foreign.dcp.metadata_pickle import is_size
 from fsdp_optim.layout import Shape
 
 T = TypeVar("T")
 
 NO_SIZE = -1
-NONE = b"N"
-_LONGEST_REF = 5
 
 
 class _Growing:
@@ -83,6 +92,7 @@ class Memo:
         self._each_once: dict[str, str] = {}
         self._of_texts, self._of_sizes = Memoized(), Memoized()
         self._of_objects: list[tuple[Memoized, Callable[[int], Any]]] = []
+        self._checked: set[tuple[object, ...]] = set()
 
     def value(self, number: int) -> Any:
         """Return one value. Raises KeyError for one of rows that is no text, no size, and none of `objects`."""
@@ -111,37 +121,35 @@ class Memo:
             return value
         raise ValueError(f"a {type(value).__name__} in the place of a {cls.__name__}")
 
+    def grow(self, forms: Iterable[Form], num: int) -> Numbers:
+        """Add what entries add; return how many values there are before each of them. `num`: how many entries there are."""
+        adds = numpy.zeros(num, numpy.int64)
+        for form in forms:
+            adds[form.rows] = form.num_memoized
+        before = numpy.cumsum(adds) - adds + self.length
+        self.length += int(adds.sum())
+        return before
+
     # -------------------------------------------------------------------------------------- texts
 
-    def texts(self, tokens: Tokens, numbers: Numbers) -> list[Any]:
-        """Return texts, and the numbers among them.
-
-        A new text is added under its number of `numbers`: how many values the memo has there. Equal ones are one object.
-        """
-        places = numpy.flatnonzero(tokens.are_texts)
-        texts = tokens.texts(places)
+    def add_texts(self, numbers: Numbers, texts: Sequence[str]) -> list[str]:
+        """Add new texts under their numbers; return these, where equal ones are one object."""
         texts = list(map(self._each_once.setdefault, texts, texts))
         start, self._num_texts = self._num_texts, self._num_texts + len(texts)
         if self._num_texts > len(self._texts):
             self._texts = numpy.concatenate([self._texts, numpy.empty(self._num_texts, object)])
         self._texts[start : self._num_texts] = texts
-        self._of_texts.add(numbers[places], numpy.arange(start, self._num_texts))
-        if len(texts) == len(tokens):
-            return texts
-        values = numpy.empty(len(tokens), object)
-        values[places] = texts
-        places = numpy.flatnonzero(tokens.are_refs)
-        of_memo = tokens.numbers(places)
-        check_before(of_memo, numbers[places])
-        ids = self._of_texts.at(of_memo)
-        values[places] = self._texts[ids]
+        self._of_texts.add(numbers, numpy.arange(start, self._num_texts))
+        return texts
+
+    def texts_at(self, numbers: Numbers) -> NDArray[Any]:
+        """Return the texts with some numbers. Raises ValueError for a value that is no text."""
+        ids = self._of_texts.at(numbers)
+        texts: NDArray[Any] = self._texts[ids]
         missing = numpy.flatnonzero(ids < 0)
-        each, which = numpy.unique(of_memo[missing], return_inverse=True)
-        values[places[missing]] = numpy.array([*map(self.text, each.tolist())], object)[which]
-        places = numpy.flatnonzero((tokens.codes == ord("K")) | (tokens.codes == ord("M")))
-        values[places] = tokens.numbers(places).tolist()
-        listed: list[Any] = values.tolist()
-        return listed
+        each, which = numpy.unique(numbers[missing], return_inverse=True)
+        texts[missing] = numpy.array([*map(self.text, each.tolist())], object)[which]
+        return texts
 
     def text(self, number: int) -> str:
         text = self.value(number)
@@ -152,46 +160,34 @@ class Memo:
     # -------------------------------------------------------------------------------------- sizes
 
     def id_of_size(self, size: Any) -> int:
+        """Return the id of a size. Raises ValueError for another value."""
+        if not is_size(size):
+            raise ValueError(f"a {type(size).__name__} in the place of a size")
         if size not in self._size_ids:
             self._size_ids[size] = len(self.sizes)
             self.sizes.append(size)
         return self._size_ids[size]
 
-    def new_sizes(self, tokens: Sequence[bytes]) -> tuple[Numbers, Numbers]:
-        """Return the ids of sizes, and how many values each adds to the memo: 0 where it is no new one."""
-        for token in set(tokens) - self._new_sizes.keys():
-            if len(token) > _LONGEST_REF:
+    def new_sizes(self, tokens: Sequence[bytes]) -> Numbers:
+        """Return the ids of new sizes."""
+        for token in tokens:
+            if token not in self._new_sizes:
                 number, size = size_in(token)
                 self.check(number, "torch.Size")
                 self._new_sizes[token] = self.id_of_size(size)
-        ids = numpy.fromiter(map(self._new_sizes.get, tokens, repeat(NO_SIZE)), numpy.int64, len(tokens))
-        lengths = numpy.array(
-            [*(3 if size else 2 for size in self.sizes), 0]
-        )  # the last one where there is no new size
-        return ids, lengths[ids]
+        return numpy.fromiter(map(self._new_sizes.__getitem__, tokens), numpy.int64, len(tokens))
 
-    def add_sizes(self, numbers: Sequence[Numbers], ids: Sequence[Numbers]) -> None:
-        """Add new sizes under their numbers, of several columns. An id that is no size's is left out."""
-        of_all, each = numpy.concatenate(numbers), numpy.concatenate(ids)
-        self._of_sizes.add(of_all[each >= 0], each[each >= 0])
+    def add_sizes(self, numbers: Numbers, ids: Numbers) -> None:
+        """Add new sizes under their numbers."""
+        self._of_sizes.add(numbers, ids)
 
-    def resolve_sizes(self, tokens: Sequence[bytes], ids: Numbers, before: Numbers) -> None:
-        """Put the ids of sizes that are of the memo among the others. `before`: how many values the memo has at each token."""
-        if (ids >= 0).all():
-            return
-        of_memo = Tokens(tokens)
-        if ((ids < 0) & ~of_memo.are_refs & (of_memo.codes != ord(NONE))).any():
-            raise ValueError("no size")
-        places = numpy.flatnonzero((ids < 0) & of_memo.are_refs)
-        numbers = of_memo.numbers(places)
-        check_before(numbers, before[places])
-        ids[places] = self._of_sizes.at(numbers)
-        for at, number in zip(places.tolist(), numbers.tolist(), strict=True):
-            if ids[at] < 0:
-                size = self.value(number)
-                if type(size) is not tuple:
-                    raise ValueError(f"a {type(size).__name__} in the place of a size")
-                ids[at] = self.id_of_size(size)
+    def sizes_at(self, numbers: Numbers) -> Numbers:
+        """Return the ids of the sizes with some numbers. Raises ValueError for a value that is no size."""
+        ids = self._of_sizes.at(numbers)
+        missing = numpy.flatnonzero(ids < 0)
+        each, which = numpy.unique(numbers[missing], return_inverse=True)
+        ids[missing] = numpy.array([*map(self.id_of_size, map(self.value, each.tolist()))], numpy.int64)[which]
+        return ids
 
     # -------------------------------------------------------------------------------------- other values
 
@@ -201,8 +197,88 @@ class Memo:
         if value != wanted and wanted not in (getattr(value, "call", None), getattr(value, "what", None)):
             raise ValueError(f"{value!r:.100} in the place of {wanted!r}")
 
+    def check_span(self, span: bytes, wanted: object) -> None:
+        """Check the first value that operations name, once for all that are alike."""
+        if (span, wanted) not in self._checked:
+            self.check(refs_in(span)[0], wanted)
+            self._checked.add((span, wanted))
+
     def check_new(self, span: bytes, cls: object, attribute: str) -> None:
         """Raise ValueError unless a span makes an object of a class and begins with this attribute."""
-        of_class, first = refs_in(span)
-        self.check(of_class, cls)
-        self.check(first, attribute)
+        if (span, cls, attribute) not in self._checked:
+            of_class, first = refs_in(span)
+            self.check(of_class, cls)
+            self.check(first, attribute)
+            self._checked.add((span, cls, attribute))
+
+
+class _Column:
+    """Values of places: new ones, which are added to the memo together, and those that the memo has by number."""
+
+    def __init__(self, memo: Memo) -> None:
+        self._memo = memo
+        self._new: list[tuple[Numbers, Numbers]] = []  # places and numbers in the memo
+        self._refs: list[tuple[Numbers, Numbers]] = []
+
+    def _refer(self, places: Numbers, numbers: Numbers, before: Numbers) -> None:
+        check_before(numbers, before)
+        self._refs.append((places, numbers))
+
+
+def joined(parts: Sequence[tuple[Numbers, ...]], num: int = 2) -> list[Numbers]:
+    """Join columns. `parts`: parts of each of `num` columns."""
+    columns = zip(*parts, strict=True) if parts else [(numpy.empty(0, numpy.int64),)] * num
+    return [*map(numpy.concatenate, columns)]
+
+
+class TextColumn(_Column):
+    """Texts of `num` places, and numbers among them."""
+
+    def __init__(self, memo: Memo, num: int) -> None:
+        super().__init__(memo)
+        self._values = numpy.empty(num, object)
+
+    def add(self, form: Form, span: Span, places: Numbers, starts: Numbers) -> None:
+        """Put a part of the entries of a form into places. `starts`: how many values the memo has before each entry."""
+        code, before = form.first[span[0]], starts + form.num_before(span[0])
+        if code == TEXT:
+            self._values[places] = form.texts(span)
+            self._new.append((places, before))
+        elif code in SMALL_INTS:
+            self._values[places] = form.ints(span).tolist()
+        else:
+            self._refer(places, form.refs(span), before)
+
+    def listed(self) -> list[Any]:
+        """Return the values of all places, when all have been put."""
+        places, numbers = joined(self._new)
+        self._values[places] = self._memo.add_texts(numbers, self._values[places].tolist())
+        places, numbers = joined(self._refs)
+        self._values[places] = self._memo.texts_at(numbers)
+        return self._values.tolist()  # type: ignore[no-any-return]
+
+
+class SizeColumn(_Column):
+    """Sizes of `num` places, as ids; `NO_SIZE` where there is none."""
+
+    def __init__(self, memo: Memo, num: int) -> None:
+        super().__init__(memo)
+        self._ids = numpy.full(num, NO_SIZE)
+
+    def add(self, form: Form, span: Span, places: Numbers, starts: Numbers) -> None:
+        """Put a part of the entries of a form into places. `starts`: how many values the memo has before each entry."""
+        if form.first[span[0]] == NONE:
+            return
+        if is_ref(form.first, span):
+            self._refer(places, form.refs(span), starts + form.num_before(span[0]))
+        else:
+            self._ids[places] = self._memo.new_sizes(form.tokens(span))
+            self._new.append((places, starts + form.num_before(span[1]) - 1))
+
+    def ids(self) -> Numbers:
+        """Return the ids of all places, when all have been put."""
+        places, numbers = joined(self._new)
+        self._memo.add_sizes(numbers, self._ids[places])
+        places, numbers = joined(self._refs)
+        self._ids[places] = self._memo.sizes_at(numbers)
+        return self._ids

@@ -216,6 +216,11 @@ def size_of(items: Any = ()) -> tuple[int, ...]:
     return made
 
 
+def is_size(value: Any) -> bool:
+    """Return whether a value is a size: a tuple of numbers, none of them below zero."""
+    return type(value) is tuple and all(type(length) is int and length >= 0 for length in value)
+
+
 def in_words(value: Any) -> str:
     """Return an object of the pickle as a noun for error messages."""
     if isinstance(value, Unknown):

@@ -1,23 +1,30 @@
 """The entries of torch's metadata as rows of tables, thousands at once. `metadata_patterns.py` has what they look like.
 
-Sizes are ids of the memo (`metadata_memo.py`).
+Entries that are the same operations are one form: what it means is found out once, and what differs are columns of numbers. Sizes
+are ids of the memo (`metadata_memo.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain, compress
+from itertools import pairwise
 from typing import Any
 
 import numpy
 import torch
 
-from fsdp_optim.foreign.dcp.metadata_memo import NO_SIZE, NONE, Memo, check_before
+from fsdp_optim.foreign.dcp.metadata_memo import NO_SIZE, Memo, SizeColumn, TextColumn, check_before, joined
 from fsdp_optim.foreign.dcp.metadata_patterns import (
-    CHUNKS,
-    PATH_TOKENS,
+    NOTHING,
+    Form,
     Numbers,
-    Tokens,
+    PlaceParts,
+    Span,
+    Spans,
+    TensorParts,
+    chunk_parts,
+    forms_of,
+    path_parts,
     refs_in,
 )
 from fsdp_optim.foreign.dcp.metadata_pickle import (
@@ -30,32 +37,8 @@ from fsdp_optim.foreign.dcp.metadata_pickle import (
 )
 
 _PLAIN = -1  # in the place of a dtype: a value that is no tensor
-_TUPLES = tuple(b"t\x85\x86\x87")
-_OF_OBJECT = 2  # values that an object adds to the memo: itself, and its attributes
-_HEAD = 5  # values that a tensor adds to the memo before its size: key, object, attributes, properties, their tuple
-_SHARED_HEAD = 3  # the same, where the properties are those of another tensor
-_NEW_PLAIN, _SHARED_PLAIN = 2, 1  # values that an entry of no tensor adds to the memo: key and object, or the key alone
-_REFS_OF_SHARED_HEAD = 4  # class, the attribute of the properties, these, the attribute of the size
-
-Row = tuple[bytes, ...]
-
-
-def _starts(lengths: Numbers, first: int) -> Numbers:
-    """Return where each of several ranges begins that lie end to end."""
-    return numpy.cumsum(lengths) - lengths + first
-
-
-def _first_rows(tokens: Row, known: Iterable[bytes]) -> dict[bytes, int]:
-    """Return the first row of each token that is not known."""
-    unknown = set(tokens).difference(known)
-    if not unknown:
-        return {}  # nearly always
-    return {token: row for row, token in reversed(list(enumerate(tokens))) if token in unknown}
-
-
-def _is_new(plain: bytes) -> bool:
-    """Return whether the span of a value that is no tensor makes an object of a class, and does not name one."""
-    return len(plain) > (2 if plain[:1] == b"h" else 5)
+_BEFORE_OBJECT = 1  # values that an entry adds to the memo before the object of its value: the key
+_BEFORE_PROPERTIES = 3  # the same before new properties: key, object, attributes
 
 
 class TensorRows:
@@ -68,10 +51,7 @@ class TensorRows:
         self._columns: dict[str, list[Numbers]] = {
             name: [] for name in ("dtype", "size", "num_chunks", "offsets", "sizes")
         }
-        self._heads: dict[bytes, int] = {b"": _PLAIN}
-        self._adds_of_head: dict[bytes, int] = {b"": 0}
-        self._adds_of_plain: dict[bytes, int] = {b"": 0}
-        self._checked: set[bytes] = {b""}
+        self._heads: dict[bytes, int] = {}  # the dtypes
         self._properties = memo.objects(self._properties_of)
         self._plains = memo.objects(lambda _: SavedBytes())
 
@@ -118,88 +98,52 @@ class TensorRows:
             self.dtypes.append(dtype)
         return self.dtypes.index(dtype)
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Add rows of `TENSORS`."""
-        keys, heads, size_tokens, lists, *of_single, several, plains, _ = zip(*rows, strict=True)
+    def add(self, entries: Sequence[bytes]) -> None:
+        """Add entries of `TENSORS`."""
         memo = self._memo
-        for span in {*lists} - self._checked:
-            memo.check(refs_in(span)[0], "chunks")
-            self._checked.add(span)
-        for head in set(heads) - self._adds_of_head.keys():
-            self._adds_of_head[head] = adds = _HEAD if len(refs_in(head)) > _REFS_OF_SHARED_HEAD else _SHARED_HEAD
-            if adds == _HEAD:
-                self._heads[head] = self._dtype_in(head)
-        for plain in set(plains) - self._adds_of_plain.keys():
-            self._adds_of_plain[plain] = adds = _NEW_PLAIN if _is_new(plain) else _SHARED_PLAIN
-            if adds == _NEW_PLAIN:
-                memo.check(refs_in(plain)[0], SavedBytes)
-                self._checked.add(plain)
-        of_heads = numpy.array([self._adds_of_head[head] for head in heads])
-        of_plains = numpy.array([self._adds_of_plain[plain] for plain in plains])
-        (firsts, offset_tokens, seconds, sizes_tokens), nums = _chunks(of_single, several)
-        for first, second in set(zip(firsts, seconds, strict=True)):
-            memo.check_new(first, SavedChunk, "offsets")
-            memo.check(refs_in(second)[0], "sizes")
-        size_tokens = tuple([token or NONE for token in size_tokens])
-        (size, of_size), (offsets, of_offsets), (sizes, of_sizes) = map(
-            memo.new_sizes, (size_tokens, offset_tokens, sizes_tokens)
-        )
-        before = of_plains + numpy.where(of_heads > 0, of_heads + of_size + 1, 0)
-        per_chunk = 2 + of_offsets + of_sizes
-        row_of = numpy.repeat(numpy.arange(len(rows)), nums)
-        in_chunks = numpy.bincount(row_of, per_chunk, len(rows)).astype(numpy.int64)
-        starts = _starts(before + in_chunks, memo.length)
-        of_chunks = _starts(per_chunk, 0)
-        of_chunks += (starts + before - _starts(in_chunks, 0))[row_of]
-        memo.length += int(before.sum() + per_chunk.sum())
-        texts = memo.texts(Tokens(keys), starts)
-        dtypes = self._dtypes(heads, starts, of_heads)
-        self._check_plains(plains, starts, of_plains)
-        after = of_chunks + 2 + of_offsets
-        memo.add_sizes(
-            [starts + of_heads + of_size - 1, after - 1, after + of_sizes - 1],
-            [size, offsets, sizes],
-        )
-        columns = [size_tokens, offset_tokens, sizes_tokens]
-        befores = [starts + of_heads, of_chunks + 2, after]
-        for tokens, ids, before in zip(columns, (size, offsets, sizes), befores, strict=True):
-            memo.resolve_sizes(tokens, ids, before)
-        self._add(texts, dtype=dtypes, size=size, num_chunks=nums, offsets=offsets, sizes=sizes)
+        forms = forms_of(entries, TensorParts.of)
+        for form, parts in forms:
+            self._check(form, parts)
+        starts = memo.grow([form for form, _ in forms], len(entries))
+        keys, boxes = TextColumn(memo, len(entries)), _Boxes(memo, len(entries), forms)
+        for form, parts in forms:
+            keys.add(form, parts.key, form.rows, starts[form.rows])
+            boxes.add(form, parts, starts[form.rows], entries)
+        texts = keys.listed()
+        size, offsets, sizes = boxes.ids()
+        self._add_objects(forms, starts)
+        dtypes = numpy.full(len(entries), _PLAIN)
+        for form, parts in forms:
+            if not parts.is_plain:
+                dtypes[form.rows] = self._dtype_of(parts.head, int(starts[form.rows[0]]))
+            elif parts.is_shared:
+                self._check_shared(form.refs(parts.plain), starts[form.rows])
+        self._add(texts, dtype=dtypes, size=size, num_chunks=boxes.nums, offsets=offsets, sizes=sizes)
 
-    def _dtypes(self, heads: Row, starts: Numbers, of_heads: Numbers) -> Numbers:
-        """Return the ids of the dtypes of some rows. `starts`: how many values the memo has before each."""
-        are_new = numpy.flatnonzero(of_heads == _HEAD)
-        new = [self._heads[heads[at]] for at in are_new.tolist()]
-        self._properties.add(starts[are_new] + _HEAD - 2, numpy.array(new, numpy.int64))
-        for head, at in _first_rows(heads, self._heads).items():
-            self._heads[head] = self._shared_dtype_in(head, int(starts[at]))
-        return numpy.array([self._heads[head] for head in heads])
+    def _check(self, form: Form, parts: TensorParts) -> None:
+        """Check the classes and attributes of a form, and find out the dtype of new properties."""
+        if parts.is_plain:
+            if parts.is_new_plain:
+                self._memo.check_span(form.first[slice(*parts.plain)], SavedBytes)
+            return
+        self._memo.check_span(parts.attribute, "chunks")
+        if parts.has_new_head and parts.head not in self._heads:
+            self._heads[parts.head] = self._dtype_in(parts.head)
 
-    def _shared_dtype_in(self, head: bytes, length: int) -> int:
-        """Return the id of the dtype of properties of another tensor. `length`: of the memo before the first row of this kind."""
-        of_class, attribute, number, size = refs_in(head)
-        self._memo.check(of_class, SavedTensor)
-        self._memo.check(attribute, "properties")
-        self._memo.check(size, "size")
-        check_before(number, length)
-        return self._id_of(self._memo.object_of(number, SavedProperties).dtype)
-
-    def _properties_of(self, dtype: int) -> SavedProperties:
-        properties = SavedProperties()
-        properties.dtype = self.dtypes[dtype]
-        return properties
-
-    def _check_plains(self, plains: Row, starts: Numbers, of_plains: Numbers) -> None:
-        """Add what stands for values that are no tensors, where it is new, and check the rest. `starts`: as for `_dtypes`."""
-        are_new = numpy.flatnonzero(of_plains == _NEW_PLAIN)
-        self._plains.add(starts[are_new] + 1, numpy.zeros(len(are_new), numpy.int64))
-        for plain, at in _first_rows(plains, self._checked).items():
-            (number,) = refs_in(plain)
-            check_before(number, int(starts[at]))
-            self._memo.object_of(number, SavedBytes)
-            self._checked.add(plain)
+    def _add_objects(self, forms: Sequence[tuple[Form, TensorParts]], starts: Numbers) -> None:
+        """Add what stands for new properties and for new values that are no tensors."""
+        properties, plains = [], []
+        for form, parts in forms:
+            if parts.is_new_plain:
+                plains.append((starts[form.rows] + _BEFORE_OBJECT, numpy.zeros(len(form.rows), numpy.int64)))
+            elif parts.has_new_head:
+                dtypes = numpy.full(len(form.rows), self._heads[parts.head])
+                properties.append((starts[form.rows] + _BEFORE_PROPERTIES, dtypes))
+        self._properties.add(*joined(properties))
+        self._plains.add(*joined(plains))
 
     def _dtype_in(self, head: bytes) -> int:
+        """Return the id of the dtype of new properties."""
         of_class, properties, of_properties, dtype, *others, size = refs_in(head)
         for other in others:
             self._memo.value(other)  # the layout and the like, which are not needed, and must be there
@@ -209,23 +153,77 @@ class TensorRows:
         self._memo.check(size, "size")
         return self._id_of(self._memo.value(dtype))
 
+    def _dtype_of(self, head: bytes, length: int) -> int:
+        """Return the id of the dtype of new properties, or of another tensor's.
 
-def _chunks(of_single: Sequence[Row], several: Row) -> tuple[list[Row], Numbers]:
-    """Return the four columns of the chunks of all rows, and their number in each row.
+        `length`: how many values the memo has before the first entry with these.
+        """
+        if head not in self._heads:
+            of_class, attribute, number, size = refs_in(head)
+            self._memo.check(of_class, SavedTensor)
+            self._memo.check(attribute, "properties")
+            self._memo.check(size, "size")
+            check_before(number, length)
+            self._heads[head] = self._id_of(self._memo.object_of(number, SavedProperties).dtype)
+        return self._heads[head]
 
-    `of_single`: the columns of the rows that have one chunk; `several`: the chunks of the others.
-    """
-    firsts = of_single[0]
-    if all(firsts):
-        return list(of_single), numpy.ones(len(firsts), numpy.int64)
-    if not any(several):
-        return [tuple(compress(column, firsts)) for column in of_single], numpy.array([*map(bool, firsts)], numpy.int64)
-    of_rows = [
-        [row] if row[0] else CHUNKS.findall(chunks)
-        for row, chunks in zip(zip(*of_single, strict=True), several, strict=True)
-    ]
-    columns = list(zip(*chain.from_iterable(of_rows), strict=True)) or [()] * len(of_single)
-    return columns, numpy.array([*map(len, of_rows)], numpy.int64)
+    def _properties_of(self, dtype: int) -> SavedProperties:
+        properties = SavedProperties()
+        properties.dtype = self.dtypes[dtype]
+        return properties
+
+    def _check_shared(self, numbers: Numbers, starts: Numbers) -> None:
+        """Check that values of the memo are of no tensors. `starts`: how many values the memo has before each entry."""
+        check_before(numbers, starts)
+        for number in numpy.unique(numbers[self._plains.at(numbers) < 0]).tolist():  # of entries that were read slowly
+            self._memo.object_of(number, SavedBytes)
+
+
+class _Boxes:
+    """The sizes of tensors, and the offsets and sizes of their chunks. `nums`: how many chunks each entry has."""
+
+    def __init__(self, memo: Memo, num: int, forms: Sequence[tuple[Form, TensorParts]]) -> None:
+        self._memo, self._num = memo, num
+        self.nums = numpy.zeros(num, numpy.int64)
+        for form, parts in forms:
+            self.nums[form.rows] = parts.num_chunks
+        self._total = int(self.nums.sum())
+        self._firsts = numpy.cumsum(self.nums) - self.nums
+        self._sizes = SizeColumn(memo, num + 2 * self._total)
+        self._several: list[bytes] = []  # chunks of entries that have several,
+        self._places: list[int] = []  # their places among all,
+        self._starts: list[int] = []  # and how many values the memo has before each
+
+    def add(self, form: Form, parts: TensorParts, starts: Numbers, entries: Sequence[bytes]) -> None:
+        """Add those of a form. `starts`: how many values the memo has before each entry."""
+        if parts.is_plain:
+            return
+        self._sizes.add(form, parts.size, form.rows, starts)
+        firsts = self._firsts[form.rows]
+        if parts.chunk:
+            self._add_chunks(form, parts.chunk, firsts, starts)
+        if not parts.chunks:
+            return
+        adds = [form.num_before(start) for start, _ in parts.chunks]
+        for row, first, before in zip(form.rows.tolist(), firsts.tolist(), starts.tolist(), strict=True):
+            entry = entries[row]
+            self._several += [entry[start:stop] for start, stop in parts.chunks]
+            self._places += range(first, first + len(adds))
+            self._starts += [before + num for num in adds]
+
+    def _add_chunks(self, form: Form, parts: Spans, places: Numbers, starts: Numbers) -> None:
+        made, offsets, attribute, sizes = parts
+        self._memo.check_new(form.first[slice(*made)], SavedChunk, "offsets")
+        self._memo.check_span(form.first[slice(*attribute)], "sizes")
+        self._sizes.add(form, offsets, self._num + places, starts)
+        self._sizes.add(form, sizes, self._num + self._total + places, starts)
+
+    def ids(self) -> list[Numbers]:
+        """Return the ids of the sizes of all entries, and of the offsets and the sizes of all chunks."""
+        places, starts = numpy.array(self._places, numpy.int64), numpy.array(self._starts, numpy.int64)
+        for form, parts in forms_of(self._several, chunk_parts):
+            self._add_chunks(form, parts, places[form.rows], starts[form.rows])
+        return numpy.split(self._sizes.ids(), [self._num, self._num + self._total])
 
 
 class PathRows:
@@ -247,19 +245,22 @@ class PathRows:
         self.paths.update(zip(keys, paths, strict=True))
         self.num += len(keys)
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Add rows of `PATHS`: first all texts, in the order of the memo, and then the values that refer to them."""
-        memo = self._memo
-        tokens = Tokens(PATH_TOKENS.findall(b"".join([entry for entry, _ in rows])))
-        is_end = numpy.isin(tokens.codes, _TUPLES)
-        adds = tokens.are_texts.astype(numpy.int64) + is_end
-        values = memo.texts(tokens, _starts(adds, memo.length))
-        memo.length += int(adds.sum())
-        ends = numpy.flatnonzero(is_end).tolist()
-        starts = [0, *[end + 1 for end in ends[:-1]]]
+    def add(self, entries: Sequence[bytes]) -> None:
+        """Add entries of `PATHS`."""
+        forms = forms_of(entries, path_parts)
+        nums = numpy.zeros(len(entries), numpy.int64)
+        for form, spans in forms:
+            nums[form.rows] = len(spans)
+        firsts = numpy.cumsum(nums) - nums
+        starts = self._memo.grow([form for form, _ in forms], len(entries))
+        texts = TextColumn(self._memo, int(nums.sum()))
+        for form, spans in forms:
+            for number, span in enumerate(spans):
+                texts.add(form, span, firsts[form.rows] + number, starts[form.rows])
+        values, at = texts.listed(), [*firsts.tolist(), int(nums.sum())]
         self._add(
-            [values[start] for start in starts],
-            [tuple(values[start + 1 : end]) for start, end in zip(starts, ends, strict=True)],
+            [values[first] for first in at[:-1]],
+            [tuple(values[first + 1 : stop]) for first, stop in pairwise(at)],
         )
 
 
@@ -272,6 +273,7 @@ class PlaceRows:
     def __init__(self, memo: Memo) -> None:
         self._memo = memo
         self._numbers = memo.objects(self._place_of)
+        self._names: dict[tuple[object, ...], list[str]] = {}  # of attributes, by what they look like
         self.keys: list[str] = []
         self.files: list[str] = []
         self.starts: list[int] = []
@@ -311,48 +313,41 @@ class PlaceRows:
         self._add([index.fqn], numpy.array([offset]), self._add_places([place.file], [place.start], [place.nbytes]))
         return True
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Add rows of `PLACES`."""
-        memo, columns = self._memo, list(zip(*rows, strict=True))
-        shared = columns[12]
-        are_new = numpy.array([not ref for ref in shared])
-        index = self._by_name(columns[:6], SavedIndex)
-        index.setdefault("offset", (NONE,) * len(rows))
-        place: dict[str, Row] = {"relative_path": (), "offset": (), "length": ()}
-        if are_new.any():
-            place = self._by_name([tuple(compress(column, are_new)) for column in columns[6:12]], SavedPlace)
-        texts = Tokens((*index["fqn"], *place["relative_path"]))
-        of_keys = texts.are_texts[: len(rows)].astype(numpy.int64)
-        of_places = numpy.zeros(len(rows), numpy.int64)
-        of_places[are_new] = _OF_OBJECT + texts.are_texts[len(rows) :]
-        if not {token[:1] for token in index["index"]} <= {b"K", b"M", b"J", NONE}:
-            raise ValueError("the index of a chunk that is no number")
-        offsets, of_offsets = memo.new_sizes(index["offset"])
-        adds = {"fqn": of_keys, "offset": of_offsets}
-        total = _OF_OBJECT + sum(adds.values()) + of_places
-        starts = _starts(total, memo.length)
-        memo.length += int(total.sum())
-        numbers, at = dict[str, Numbers](), starts + _OF_OBJECT
-        for name in index:
-            numbers[name] = at
-            at = at + adds.get(name, 0)
-        memo.add_sizes([numbers["offset"] + of_offsets - 1], [offsets])
-        named = memo.texts(texts, numpy.concatenate([numbers["fqn"], at[are_new] + _OF_OBJECT]))
-        if {*map(type, named)} != {str}:
+    def add(self, entries: Sequence[bytes]) -> None:
+        """Add entries of `PLACES`."""
+        memo, num = self._memo, len(entries)
+        forms = forms_of(entries, PlaceParts.of)
+        starts = memo.grow([form for form, _ in forms], num)
+        texts, offsets = TextColumn(memo, 2 * num), SizeColumn(memo, num)  # keys and files
+        new, shared = list[tuple[Numbers, ...]](), list[tuple[Numbers, Numbers]]()
+        for form, parts in forms:
+            rows, before = form.rows, starts[form.rows]
+            index = self._attributes(form.first, parts.index, SavedIndex)
+            texts.add(form, index["fqn"], rows, before)
+            if "offset" in index:
+                offsets.add(form, index["offset"], rows, before)
+            if parts.place:
+                place = self._attributes(form.first, parts.place, SavedPlace)
+                texts.add(form, place["relative_path"], num + rows, before)
+                number = before + form.num_before(parts.place[0][0])
+                new.append((rows, number, form.ints(place["offset"]), form.ints(place["length"])))
+            else:
+                check_before(form.refs(parts.shared), before)
+                shared.append((rows, form.refs(parts.shared)))
+        values = texts.listed()
+        rows, numbers, begins, nbytes = joined(new, 4)
+        files = [values[num + row] for row in rows.tolist()]
+        if {*map(type, values[:num]), *map(type, files)} != {str}:
             raise ValueError("a key or a file that is no text")
-        memo.resolve_sizes(index["offset"], offsets, numbers["offset"])
-        which = numpy.empty(len(rows), numpy.int64)
-        which[are_new] = self._add_places(
-            named[len(rows) :], Tokens(place["offset"]).ints(), Tokens(place["length"]).ints()
-        )
-        self._numbers.add(at[are_new], which[are_new])
-        which[~are_new] = self._named(tuple(compress(shared, shared)), starts[~are_new])
-        self._add(named[: len(rows)], offsets, which)
+        which = numpy.empty(num, numpy.int64)
+        which[rows] = self._add_places(files, begins.tolist(), nbytes.tolist())
+        self._numbers.add(numbers, which[rows])
+        rows, numbers = joined(shared)
+        which[rows] = self._named(numbers)
+        self._add(values[:num], offsets.ids(), which)
 
-    def _named(self, refs: Row, starts: Numbers) -> Numbers:
-        """Return the numbers of places of entries before. `starts`: how many values the memo has before each of these."""
-        of_memo = Tokens(refs).numbers(numpy.arange(len(refs)))
-        check_before(of_memo, starts)
+    def _named(self, of_memo: Numbers) -> Numbers:
+        """Return the numbers of places of entries before, by their numbers in the memo."""
         numbers = self._numbers.at(of_memo)
         missing = of_memo[numbers < 0].tolist()  # of entries that were read slowly
         added = {number: self._added(number) for number in set(missing)}
@@ -372,22 +367,19 @@ class PlaceRows:
         place.transforms = ()
         return place
 
-    def _by_name(self, columns: Sequence[Row], cls: object) -> dict[str, Row]:
-        """Return the values of three attributes by name. Raises ValueError for rows with other attributes.
+    def _attributes(self, entry: bytes, parts: Spans, cls: object) -> dict[str, Span]:
+        """Return the spans of the values of attributes by name.
 
-        Where a row lacks the last one, its value is None.
+        `parts`: class and first attribute, value, attribute, value, ...
         """
-        span, second = columns[0][0], columns[2][0]
-        if columns[0].count(span) + columns[2].count(second) != 2 * len(columns[0]):
-            raise ValueError("entries with several classes or attributes in one place")
-        of_class, first = refs_in(span)
-        self._memo.check(of_class, cls)
-        third = {*columns[4]} - {b""}
-        numbers = [first, *(number for attribute in (second, *third) for number in refs_in(attribute))]
-        if len(third) > 1:
-            raise ValueError("entries with several attributes in one place")
-        values = [*columns[1:4:2], tuple([value or NONE for value in columns[5]])]
-        names = list(map(self._memo.text, numbers))
-        if len({*names}) < len(names):
-            raise ValueError("an attribute that is there twice")
-        return dict(zip(names, values, strict=False))
+        spans = [span for span in parts if span != NOTHING]
+        looks = [entry[slice(*span)] for span in spans[::2]]
+        key = (cls, *looks)
+        names = self._names.get(key)
+        if names is None:
+            of_class, *attributes = [number for look in looks for number in refs_in(look)]
+            self._memo.check(of_class, cls)
+            names = self._names[key] = [*map(self._memo.text, attributes)]
+            if len({*names}) < len(names):
+                raise ValueError("an attribute that is there twice")
+        return dict(zip(names, spans[1::2], strict=True))

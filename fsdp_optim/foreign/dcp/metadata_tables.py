@@ -195,12 +195,12 @@ class _Tabulator(Unpickler):
         while True:
             file.fill(_WINDOW)
             end = min(file.at + _WINDOW, len(file.data))
-            entries = pattern.findall(file.data, file.at, end)
-            rest = entries.pop()[-1] if entries and entries[-1][-1] else b""
-            if not entries:
+            matched = pattern.borders.findall(file.data, file.at, end)
+            if not matched or not matched[0][0]:
                 return
-            rows.add(entries)
-            file.take(end - len(rest))
+            entries, rests = zip(*matched, strict=True)
+            rows.add(entries[:-1] if rests[-1] else entries)
+            file.take(end - len(rests[-1]))
 
     def do_mark(self, argument: Any) -> None:
         super().do_mark(argument)
