@@ -263,6 +263,31 @@ class SameTest(InFolder):
                         self.assertEqual(self.read(damaged, as_tables=True), self.read(damaged, as_tables=False), what)
             self.assertGreater(min(ends["none"], ends["some"]), 10, ends)
 
+    def test_another_operation_in_the_place_of_the_last(self) -> None:
+        """Of the one that puts entries into their dict, some of which were read as rows."""
+        data = pickle.dumps(alike(5), 4)
+        self.assertIsNotNone(tables_of(data))
+        names = {code.name: code.code.encode("latin-1") for code in pickletools.opcodes}
+        ends = [at for code, _, at in pickletools.genops(data) if code.name == "SETITEMS"]
+        others = [
+            "POP",
+            "POP_MARK",
+            "TUPLE",
+            "LIST",
+            "DICT",
+            "FROZENSET",
+            "APPENDS",
+            "ADDITEMS",
+            "SETITEM",
+            "BUILD",
+            "DUP",
+        ]
+        for other, at in itertools.product(others, ends):
+            damaged = data[:at] + names[other] + data[at + 1 :]
+            tables = tables_of(damaged)
+            if tables is not None and table_of(tables, "") is not None:
+                self.assertEqual(self.read(damaged, as_tables=True), self.read(damaged, as_tables=False))
+
     def test_entries_of_one_length_and_of_many_forms(self) -> None:
         """More forms than entries are compared with: the others are read one by one, up to a bound."""
         data = pickle.dumps(any_metadata(random.Random(9), 400), 4)

@@ -1,10 +1,10 @@
 """The metadata of torch, read as tables: what its writers write today, in a fraction of the time that objects take.
 
 `inert_pickle.py` reads the pickle, safely and slowly. Where an entry of one of the three large dicts may begin, a pattern takes
-all entries that follow and look alike (`metadata_patterns.py`), and rows of tables are made of them (`metadata_rows.py`). So
-nothing is called, no key is hashed but texts, and the bytes of the file bound the memory. Of a pickle that is written otherwise,
-`read_tables` returns None: soon, as the slow reader may do a bounded part of the work. `metadata_pickle.py` then reads the file,
-and says what is wrong, if anything is.
+all entries that follow and look alike (`metadata_patterns.py`), and rows of tables are made of those that are the same operations
+(`metadata_rows.py`). So nothing is called, no key is hashed but texts, and the bytes of the file bound the memory. Of a pickle
+that is written otherwise, `read_tables` returns None: soon, as the slow reader may do a bounded part of the work.
+`metadata_pickle.py` then reads the file, and says what is wrong, if anything is.
 """
 
 from __future__ import annotations
@@ -156,6 +156,7 @@ class _Tabulator(Unpickler):
         self._file = file
         self._tables = Tables()
         self._places: dict[str, Any] = {}  # the dict of each table, which stays empty
+        self._depth_of_taken = 0  # marks where the entries lie that were taken, until they are put into their dict
 
     def read(self) -> Tables:
         saved = self.load(self._file)
@@ -191,6 +192,7 @@ class _Tabulator(Unpickler):
             if not rows.add_one(*self._stack):
                 return
             self._stack.clear()
+            self._depth_of_taken = len(self._marks)
         pattern, file = _PATTERNS[name], self._file
         while True:
             file.fill(_WINDOW)
@@ -201,6 +203,17 @@ class _Tabulator(Unpickler):
             entries, rests = zip(*matched, strict=True)
             rows.add(entries[:-1] if rests[-1] else entries)
             file.take(end - len(rests[-1]))
+            self._depth_of_taken = len(self._marks)
+
+    def _pop_mark(self) -> list[Any]:
+        if self._depth_of_taken == len(self._marks) > 0:
+            raise ValueError("entries that are not put into their dict")
+        return super()._pop_mark()
+
+    def do_setitems(self, argument: Any) -> None:
+        if self._depth_of_taken == len(self._marks):
+            self._depth_of_taken = 0
+        super().do_setitems(argument)
 
     def do_mark(self, argument: Any) -> None:
         super().do_mark(argument)
