@@ -25,7 +25,7 @@ Error = tuple[str, str]
 
 WORLD = 3
 _LONG = 60.0  # seconds; a rank that waits for it hangs
-_SHORT = 0.5
+_SHORT = 1.0
 _PAUSE = 0.8  # seconds; long enough for another rank to come to the meeting that it is going to
 _LARGE = 5_000_000  # bytes of what a rank tells
 
@@ -297,7 +297,7 @@ class ControlConformance(MixIn):
         for absent in range(WORLD):
             by_rank = self.run_on(_one_does_not_come, WORLD, absent)
             came = [errors[0] for rank, errors in enumerate(by_rank) if rank != absent]
-            words = (f"rank {absent} did not arrive within 0.5 s", f"2 of the ranks {list(range(WORLD))} did")
+            words = (f"rank {absent} did not arrive within {_SHORT:g} s", f"2 of the ranks {list(range(WORLD))} did")
             self._check_alike(came, "RankTimeoutError", "a call: alone", *words)
             for errors in by_rank:
                 self._case.assertEqual(errors[1:], [("", ""), ("", "")])
@@ -309,7 +309,7 @@ class ControlConformance(MixIn):
             [errors[0] for errors in by_rank[:-1]], "RankTimeoutError", f"rank {WORLD - 1} did not arrive"
         )
         self._check_alike(
-            by_rank[-1], "RankTimeoutError", f"rank {WORLD - 1} came too late", "did not arrive within 0.5 s"
+            by_rank[-1], "RankTimeoutError", f"rank {WORLD - 1} came too late", f"did not arrive within {_SHORT:g} s"
         )
 
     def test_ranks_in_other_calls(self) -> None:
