@@ -15,8 +15,9 @@ from kit.compare import check_same
 from parameterized import parameterized
 
 from fsdp_optim import CheckpointError
+from fsdp_optim.formats.base import description as description_file
 from fsdp_optim.formats.base.codec import Decoder, Encoder
-from fsdp_optim.formats.base.description import decoded, encoded, from_plain, to_plain
+from fsdp_optim.formats.base.description import decoded, decoded_text, encoded, from_plain, to_plain
 from fsdp_optim.plugins import GroupDescription, OptimDescription, ParamDescription
 
 WORDS = st.text(max_size=3).filter(lambda text: not any(0xD800 <= ord(letter) < 0xE000 for letter in text))
@@ -125,6 +126,32 @@ class DescriptionTest(unittest.TestCase):
         wanted = outcome(lambda: from_plain("here", Decoder("here", ()).decode(values)))
         read = outcome(lambda: decoded("here", values, (), allow_pickle=False, records={}))
         check_same("read", read, wanted)
+        for text in (json.dumps(values), json.dumps(values, indent=1)):
+            of_text = outcome(lambda: decoded_text("here", text.encode(), allow_pickle=False, records={}))  # noqa: B023
+            check_same("read from text", of_text, wanted)
+
+    def test_which_parameters_are_read_from_the_text(self) -> None:
+        """Those that have leaves alone, as nearly always; not where a key is there twice, or a character as its number."""
+        params = {"w": of(["a", "tensor", "k"], ["b", "scalar", 1.5], ["c", "opaque", None]), "é:": of(has_state=False)}
+        values = {"optimizer_class": "SGD", "groups": [], "extra": {"x": {"$tuple": [1]}}, "params": params}
+        text = json.dumps(values, ensure_ascii=False)
+        apart = description_file._params_apart(text.encode())
+        assert apart is not None
+        check_same(
+            "params", _plain(OptimDescription((), {}, apart[0]))[1], _plain(from_plain("", {**values, "extra": {}}))[1]
+        )
+        self.assertEqual(json.loads(apart[1]), {**values, "params": {}})
+        for old, new in (
+            ('"extra"', '"groups": [], "extra"'),
+            ('"has_state": true', '"has_state": false, "has_state": true'),
+            ('"é:"', '"w"'),
+            ('"é:"', '"\\u00e9:"'),
+            ('"k"', '{"$tuple": []}'),
+            ('"w"', '"$w"'),
+            ('"optimizer_class": "SGD", ', ""),
+        ):
+            self.assertIn(old, text)
+            self.assertIsNone(description_file._params_apart(text.replace(old, new, 1).encode()), new)
 
     @parameterized.expand(
         (

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import unittest
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 from parameterized import parameterized
 from torch import nn
@@ -20,11 +23,13 @@ from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.stores import store_at
 from fsdp_optim.checkpoint.load.stored_state import StoredState
+from fsdp_optim.formats.base.checksums import hex_of
 from fsdp_optim.formats.base.description import OPAQUE, PLACED, SCALAR, SCALAR_TENSOR, TENSOR
 from fsdp_optim.formats.base.index import mapped
 from fsdp_optim.formats.base.saved_optim import WORD_OF, description_of
+from fsdp_optim.formats.own import manifest
 from fsdp_optim.formats.own import reader as own_reader
-from fsdp_optim.formats.own.manifest import PackedValues
+from fsdp_optim.formats.own.manifest import NAME, canonical
 from fsdp_optim.formats.own.reader import Checkpoint
 from fsdp_optim.plugins import (
     GroupDescription,
@@ -187,7 +192,7 @@ class TestOpening(unittest.TestCase):
         )
         refused = mock.Mock(side_effect=CheckpointError("decoded"))
         with (
-            mock.patch.object(own_reader, "decoded", refused),
+            mock.patch.object(own_reader, "decoded_text", refused),
             mock.patch.object(own_reader, "read_extra", refused),
             closing(open_checkpoint(store_at(path), verify=True)) as checkpoint,
         ):
@@ -201,8 +206,8 @@ class TestOpening(unittest.TestCase):
             with self.assertRaisesRegex(CheckpointError, "decoded"):
                 index.extras["common"].decoded(allow_pickle=False)
 
-    @parameterized.expand([("packed", 1 << 63, PackedValues), ("a number that is too large", 1 << 64, dict)])
-    def test_what_was_decoded_is_kept_in_little_memory(self, _: str, number: int, kind: type) -> None:
+    @parameterized.expand([(1 << 63,), (1 << 64,)])
+    def test_the_description_of_the_optimizer_stays_a_text(self, number: int) -> None:
         """It is decoded, and written, again as before."""
         model = nn.Linear(2, 2)
         optim = torch.optim.SGD(model.parameters(), lr=float("inf"), momentum=0.5)
@@ -212,12 +217,67 @@ class TestOpening(unittest.TestCase):
         with closing(Checkpoint.opened_in(store_at(path).open(), verify=True)) as checkpoint:
             assert checkpoint.index.optim is not None
             values, text = checkpoint.manifest.optim, checkpoint.manifest.encoded()
+            self.assertEqual(text, Path(path, NAME).read_bytes())
             first, second = (checkpoint.index.optim.decoded(allow_pickle=False, records={}) for _ in range(2))
             self.assertEqual(first, second)
             self.assertEqual(first.full["param_groups"][0]["seed"], number)
-            self.assertEqual(checkpoint.manifest.optim_values, values)
-            self.assertEqual(type(checkpoint.manifest.optim), kind)
+            self.assertIsInstance(values, msgspec.Raw)
             self.assertEqual(checkpoint.manifest.encoded(), text)
+
+    def test_a_manifest_that_another_program_has_written_again(self) -> None:
+        """The checksum is of the values, whatever stands between them, and in whatever order."""
+        path = saved_once()
+        with closing(Checkpoint.opened_in(store_at(path).open(), verify=True)) as checkpoint:
+            wanted = checkpoint.manifest.encoded(), checkpoint._decoded_optim(False, {})
+        self.assertIsNotNone(manifest._with_optim_apart(Path(path, NAME).read_bytes()))
+        values = json.loads(Path(path, NAME).read_bytes())
+        reordered = {"checkpoint": dict(reversed(values["checkpoint"].items())), "checksum": values["checksum"]}
+        for text in (json.dumps(values), json.dumps(values, indent=1), json.dumps(reordered, separators=(",", ":"))):
+            Path(path, NAME).write_text(text)
+            self.assertIsNone(manifest._with_optim_apart(text.encode()))
+            with closing(Checkpoint.opened_in(store_at(path).open(), verify=True)) as checkpoint:
+                self.assertEqual((checkpoint.manifest.encoded(), checkpoint._decoded_optim(False, {})), wanted)
+
+    def test_a_key_that_a_manifest_has_twice(self) -> None:
+        """With the checksum of its text: at the top it is refused when opened, in the optimizer when this is decoded."""
+        path = saved_once()
+        body = canonical(json.loads(Path(path, NAME).read_bytes())["checkpoint"])
+        for old, new, is_optim in (
+            (b'"world_size":1', b'"world_size":2,"world_size":1', False),
+            (b'"aliases":{}', b'"aliases":{"a":"weight"},"aliases":{}', False),
+            (b'"optim":{', b'"optim":{},"optim":{', False),
+            (b'"has_state":true', b'"has_state":false,"has_state":true', True),
+            (b'"extra":{}', b'"extra":{"a":1},"extra":{}', True),
+        ):
+            self.assertIn(old, body)
+            twice = body.replace(old, new, 1)
+            Path(path, NAME).write_bytes(b'{"checksum":"%s","checkpoint":%s}\n' % (hex_of(twice).encode(), twice))
+            with (
+                self.assertRaisesRegex(CheckpointError, "occurs twice"),
+                closing(Checkpoint.opened_in(store_at(path).open(), verify=True)) as checkpoint,
+            ):
+                self.assertTrue(is_optim, new)
+                checkpoint._decoded_optim(False, {})
+
+    def test_an_optimizer_that_was_changed(self) -> None:
+        path = saved_once()
+        text = Path(path, NAME).read_bytes()
+        for old, new in ((b'"has_state":true', b'"has_state":null'), (b'"lr",', b'"lR",')):
+            self.assertIn(old, text)
+            Path(path, NAME).write_bytes(text.replace(old, new, 1))
+            with self.assertRaisesRegex(CheckpointError, "checksum"):
+                Checkpoint.opened_in(store_at(path).open(), verify=True)
+
+
+def saved_once() -> str:
+    """The path of a checkpoint of a model and its optimizer."""
+    model = nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    model(torch.ones(2)).sum().backward()
+    optim.step()
+    path = f"{tempfile.mkdtemp()}/step"
+    fsdp_optim.save(path, model, optim, options=fsdp_optim.SaveOptions(durable=False, progress=False))
+    return path
 
 
 if __name__ == "__main__":

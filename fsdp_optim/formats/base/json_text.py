@@ -12,7 +12,7 @@ from fsdp_optim.errors import CheckpointError
 
 _FEW = 4096  # lists that even a tiny file may have
 _NBYTES_EACH = 4  # bytes that a file needs for each further list; an object counts as two
-_ESCAPED = rb"\u"  # how a character begins that is written as its number
+ESCAPED = rb"\u"  # how a character begins that is written as its number
 _DOUBTFUL = object()
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _WORD = re.compile(rb'"(?:[^"\\]|\\.)*"')
@@ -32,7 +32,7 @@ def _parsed_at_once(data: bytes) -> Any:
     Such a parser takes the last of two equal keys. Each key has a colon behind it, and a colon in a string stays one unless it is
     escaped: where the value as text has as many colons, no key was lost.
     """
-    if _ESCAPED in data:
+    if ESCAPED in data:
         return _DOUBTFUL
     try:
         value = msgspec.json.decode(data)

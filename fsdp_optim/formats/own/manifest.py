@@ -32,7 +32,7 @@ RANK_EXTRA = "extra/rank-"
 """The beginning of the name of a file with the extra of one rank; five digits follow."""
 
 
-_PARAMS = "params"
+_PARAMS, _OPTIM = "params", "optim"
 _SORTED = msgspec.json.Encoder(order="sorted")
 
 FINGERPRINT = "fingerprint.json"
@@ -90,26 +90,12 @@ class ThinnedInfo(Struct, frozen=True):
     content: str
 
 
-class PackedValues(Struct, frozen=True, gc=False):
-    """JSON values as bytes, which take a fifth of the memory."""
-
-    data: bytes
-
-    @classmethod
-    def of(cls, values: Any) -> Any:
-        """Return the packed values, or the values themselves where a number is too large."""
-        try:
-            return cls(msgspec.msgpack.encode(values))
-        except OverflowError:
-            return values
-
-
 class Manifest(Struct, frozen=True, kw_only=True):
     """The content of a manifest.
 
     Attributes:
-        optim: the description of the optimizer as JSON values, PackedValues, or `canonical` text (msgspec.Raw); None if there is
-            none, or if it has a file of its own.
+        optim: the `canonical` text of the description of the optimizer, whose values take many times the memory; None if there is
+            no optimizer, or if its description has a file of its own.
         summary: the summary at the beginning, under the key "brief"; None if an older version of the library saved.
         thinned: the record of `thin`, which has removed the optimizer; None otherwise.
         checksum: the hash of a manifest that was read; empty for a new one.
@@ -119,7 +105,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     world_size: Annotated[int, Meta(ge=1)]
     model: ModelInfo
     has_optim: bool
-    optim: Any
+    optim: msgspec.Raw | None
     created_ns: int
     token: str = ""
     format: str = FORMAT
@@ -132,15 +118,6 @@ class Manifest(Struct, frozen=True, kw_only=True):
     def effective_summary(self) -> ManifestSummary:
         """The summary or, for a manifest without one, a summary that is made of the rest."""
         return self.summary if self.summary is not None else self.made_summary(0)
-
-    @property
-    def optim_values(self) -> Any:
-        """The description of the optimizer as JSON values, of a manifest that was read."""
-        return msgspec.msgpack.decode(self.optim.data) if isinstance(self.optim, PackedValues) else self.optim
-
-    def packed(self) -> Manifest:
-        """Return the same in little memory."""
-        return self if isinstance(self.optim, PackedValues) else replace(self, optim=PackedValues.of(self.optim))
 
     def made_summary(
         self,
@@ -176,7 +153,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
             del values["thinned"]
         values["brief"] = self.effective_summary.to_json()
         texts = {key: canonical(value) for key, value in values.items()}
-        texts["optim"] = bytes(self.optim) if isinstance(self.optim, msgspec.Raw) else canonical(self.optim_values)
+        if self.optim is not None:
+            texts["optim"] = bytes(self.optim)
         body = b"{%s}" % b",".join([b'"%s":%s' % (key.encode(), text) for key, text in sorted(texts.items())])
         check_density(NAME, body)  # refuses a text that no reader accepts
         return b'{"checksum":"%s","checkpoint":%s}\n' % (hex_of(body).encode(), body)
@@ -205,6 +183,20 @@ class _Head(Struct, frozen=True):
 class _Document(Struct, frozen=True):
     checksum: str
     checkpoint: dict[str, Any]
+
+
+class _RawDocument(Struct, frozen=True):
+    """The same with the texts of the values."""
+
+    checksum: str
+    checkpoint: dict[str, msgspec.Raw]
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the text as this library writes it: with nothing between its parts, and each key once."""
+        texts = [b'{"checksum":"%s","checkpoint":{}}\n' % self.checksum.encode(), b"," * (len(self.checkpoint) - 1)]
+        keys = sum(len(b'"%s":' % key.encode()) for key in self.checkpoint)
+        return sum(map(len, texts)) + keys + sum(memoryview(text).nbytes for text in self.checkpoint.values())
 
 
 def canonical(values: Any) -> bytes:
@@ -236,6 +228,8 @@ def manifest_in(opened: Opened) -> Manifest:
     path = opened.named(NAME)
     text = opened.read_whole(NAME, most_nbytes=MOST_NBYTES)
     check_density(path, text)
+    text, optim = _with_optim_apart(text) or (text, None)
+    is_apart = optim is not None
     values = parse_json(path, text)
     with as_checkpoint_error(path):
         document = msgspec.convert(values, _Document)
@@ -247,12 +241,15 @@ def manifest_in(opened: Opened) -> Manifest:
                 f"{path}: has the schema version {head.version!r}; this fsdp_optim reads up to {VERSION}: install a newer one"
             ) from NewerVersion()
         checksum = document.checksum
-        if not _is_as_written(text, checksum) and hex_of(canonical(document.checkpoint)) != checksum:
+        if not is_apart and not _is_as_written(text, checksum) and hex_of(canonical(document.checkpoint)) != checksum:
             raise CheckpointError(
                 f"{path}: is not the manifest that was saved: its checksum differs; load another checkpoint"
             )
         summary = document.checkpoint.get("brief")
-        manifest = msgspec.convert({**document.checkpoint, "checksum": checksum}, Manifest)
+        if not is_apart and document.checkpoint.get(_OPTIM) is not None:
+            optim = msgspec.Raw(canonical(document.checkpoint[_OPTIM]))
+        manifest = msgspec.convert({**document.checkpoint, _OPTIM: None, "checksum": checksum}, Manifest)
+        manifest = replace(manifest, optim=optim)
         for name in (*manifest.files, *(manifest.thinned.files if manifest.thinned is not None else ())):
             check_name(path, name)
         check_models(path, manifest.model.models, manifest.files, manifest.model.params)
@@ -262,6 +259,27 @@ def manifest_in(opened: Opened) -> Manifest:
         if summary is not None:
             _check_summary(path, manifest, ManifestSummary.from_json(path, summary))
         return manifest
+
+
+def _with_optim_apart(text: bytes) -> tuple[bytes, msgspec.Raw] | None:
+    """Return the text with null in the place of the optimizer's description, and the description.
+
+    None for a text that was not written in this way, or has another checksum, and where there is no description.
+    """
+    try:
+        document = msgspec.json.decode(text, type=_RawDocument)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    optim = document.checkpoint.get(_OPTIM)
+    if (
+        optim is None
+        or bytes(optim) == b"null"
+        or document.nbytes != len(text)
+        or not _is_as_written(text, document.checksum)
+    ):
+        return None
+    rest = {**document.checkpoint, _OPTIM: msgspec.Raw(b"null")}
+    return msgspec.json.encode(replace(document, checkpoint=rest)), msgspec.Raw(bytes(optim))
 
 
 def _check_summary(path: str, manifest: Manifest, summary: ManifestSummary) -> None:

@@ -15,7 +15,7 @@ import torch
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.bools import BOOL, BoolRanges
 from fsdp_optim.formats.base.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
-from fsdp_optim.formats.base.description import decoded
+from fsdp_optim.formats.base.description import decoded, decoded_text
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents
 from fsdp_optim.formats.base.header import ReadHeader, length_of_header, parse_header
@@ -192,10 +192,9 @@ class Checkpoint:
             return fingerprint_in(self.opened, self.manifest)
 
     def _decoded_optim(self, allow_pickle: bool, records: Mapping[str, type]) -> SavedOptim:
-        where, values = f"{self.where}: the optimizer", self.manifest.optim_values
-        if values is not None:
-            description = decoded(where, values, (), allow_pickle=allow_pickle, records=records)
-            self.__dict__["manifest"] = self.manifest.packed()  # asked for again by few
+        where, text = f"{self.where}: the optimizer", self.manifest.optim
+        if text is not None:
+            description = decoded_text(where, bytes(text), allow_pickle=allow_pickle, records=records)
         else:
             file = self.extra(DESCRIPTION_FILE, verify=self.verifies)
             description = decoded(file.path, file.values, file.tensors, allow_pickle=allow_pickle, records=records)

@@ -43,12 +43,14 @@ def verify(
     with closing(retry_if_replaced(lambda: open_checkpoint(store, verify=True))) as checkpoint:
         budget = Budget(bucket_nbytes, "the elements of a checkpoint that a process verifies")
         unit_nbytes = unit_nbytes_in(budget)
+        problems = [
+            *_read_small(checkpoint)
+        ]  # before the tables of all tensors, so that both are never in memory together
         files, stored = _files(checkpoint)
-        nbytes, problems = sum(file.plan.nbytes for file in files), list[str]()
+        nbytes = sum(file.plan.nbytes for file in files)
         sums = RecordSums.of(checkpoint)
         of_archives = sums.nbytes if sums is not None else 0
         with Progress(progress, "verifying", of_archives + nbytes, shown=True) as shown:
-            problems += _read_small(checkpoint)
             has_sums = checkpoint.index.facts.has_checksums
             if sums is not None:
                 problems += sums.compare(_NUM_THREADS, shown.up_to)
