@@ -72,12 +72,20 @@ class _Root:
             return None
         return part[len(self.head) + 1 :], *path[depth + 1 :]
 
-    def below(self, paths: Mapping[str, Path]) -> dict[str, Path]:
-        """Return `rest_of` of the paths that lie here, by key."""
+    def split(self, paths: Mapping[str, Path]) -> tuple[dict[str, Path], dict[str, Path]]:
+        """Return `rest_of` of the paths that lie here, by key, and the other paths."""
+        inside, outside = dict[str, Path](), dict[str, Path]()
         path, depth = self.path, len(self.path)
-        if not self.head:  # nearly always, and there may be very many
-            return {key: other[depth:] for key, other in paths.items() if other[:depth] == path and len(other) > depth}
-        return {key: rest for key, other in paths.items() if (rest := self.rest_of(other)) is not None}
+        for key, other in paths.items():  # there may be very many
+            if other[:depth] != path or len(other) == depth:
+                outside[key] = other
+            elif not self.head:
+                inside[key] = other[depth:]
+            elif (rest := self.rest_of(other)) is not None:
+                inside[key] = rest
+            else:
+                outside[key] = other
+        return inside, outside
 
     def is_above(self, other: _Root) -> bool:
         return self != other and self.rest_of((*other.path, *([other.head] if other.head else []), GROUPS)) is not None
@@ -97,16 +105,17 @@ def meaning_of(where: str, paths: Mapping[str, Path], tensors: Mapping[str, int]
     """
     members, rest = dict[_Root, dict[str, Path]](), paths
     for root in _optimizer_roots(paths.values()):
-        inner = root.below(rest)
         if root == _TOP:
-            inner = {key: path for key, path in inner.items() if _is_of_optimizer(path[0])}
-        members[root], rest = inner, _without(rest, inner)
+            members[root] = {key: path for key, path in rest.items() if _is_of_optimizer(path[0])}
+            rest = {key: path for key, path in rest.items() if not _is_of_optimizer(path[0])}
+        else:
+            members[root], rest = root.split(rest)
     roots = _in_order(where, [*members])
     optimizers = [_optimizer_tree(f"{where}: {root}", members[root]) for root in roots]
     fqns = {fqn for root in roots for fqn in _fqns(members[root].values())}
     model = _model_root(where, {key: rest[key] for key in rest if key in tensors}, fqns, roots, tensors)
     is_above = model is not None and model != _TOP
-    inside_model = model.below(rest) if model is not None else {}
+    inside_model = model.split(rest)[0] if model is not None else {}
     weights: dict[str, str] = {}
     module_values: dict[str, Any] = {}
     extra: dict[Any, Any] = {}
@@ -126,9 +135,8 @@ def meaning_of(where: str, paths: Mapping[str, Path], tensors: Mapping[str, int]
 def recorded_meaning(where: str, paths: Mapping[str, Path], tensors: Container[str], roles: SavedRoles) -> Meaning:
     """Return the meaning of keys as the writer has recorded it. `tensors`: the keys of tensors."""
     optim, model, trainers = _recorded_root(roles.optim), _recorded_root(roles.model), frozenset(roles.state)
-    members = optim.below(paths) if optim is not None else {}
-    rest = _without(paths, members)
-    inside_model = model.below(rest) if model is not None else {}
+    members, rest = optim.split(paths) if optim is not None else ({}, paths)
+    inside_model = model.split(rest)[0] if model is not None else {}
     weights: dict[str, str] = {}
     module_values: dict[str, Any] = {}
     extra: dict[Any, Any] = {}
@@ -143,10 +151,6 @@ def recorded_meaning(where: str, paths: Mapping[str, Path], tensors: Container[s
             _put(where, module_values, inside, Leaf(key))
     optimizers = [_optimizer_tree(f"{where}: {optim}", members)] if members else []
     return Meaning(weights, _listed(where, module_values), optimizers, _listed(where, extra), [*members])
-
-
-def _without(paths: Mapping[str, Path], keys: Container[str]) -> dict[str, Path]:
-    return {key: path for key, path in paths.items() if key not in keys}
 
 
 def _recorded_root(keys: Sequence[str] | None) -> _Root | None:

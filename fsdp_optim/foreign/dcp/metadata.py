@@ -70,8 +70,9 @@ def read_metadata(opened: Opened, name: str, folder: str = "") -> Metadata:
     tables = read_tables(where, pieces(digest))
     made = table_of(tables, folder) if tables is not None else None
     if tables is not None and made is not None and len(tables.paths.paths) == tables.paths.num:
-        listed = {*tables.tensors.keys}
-        paths = {key: path for key, path in tables.paths.paths.items() if path and key in listed}
+        listed, paths = {*tables.tensors.keys}, tables.paths.paths
+        if () in paths.values() or not paths.keys() <= listed:
+            paths = {key: path for key, path in paths.items() if path and key in listed}
         return Metadata(*made, paths, digest.hex)
     digest = Digest()
     saved = load(where, pieces(digest))

@@ -149,8 +149,10 @@ def _joined(parts: Sequence[Metadata]) -> Metadata:
     """Join the metadata of ranks that saved without each other. Of a value that several ranks have, the first rank's counts."""
     if len(parts) == 1:
         only = parts[0]
+        if len(only.paths) == len(only.tensors) + len(only.values):
+            return only  # nearly always, and there may be very many keys
         missing = {key: (key,) for keys in (only.tensors, only.values) for key in keys if key not in only.paths}
-        return replace(only, paths={**only.paths, **missing}) if missing else only
+        return replace(only, paths={**only.paths, **missing})
     tensors: dict[str, Tensor] = {}
     values: dict[str, ItemPlace] = {}
     paths: dict[str, Path] = {}
