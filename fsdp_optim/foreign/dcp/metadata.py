@@ -119,7 +119,7 @@ def _tensor(where: str, key: str, value: SavedTensor, items: Mapping[tuple[str, 
         raise CheckpointError(f"{where}: {key}: has {in_words(dtype)} instead of a dtype")
     for size in (value.size, *(size for chunk in value.chunks for size in (chunk.offsets, chunk.sizes))):
         if not is_size(size):
-            raise CheckpointError(f"{where}: {key}: has {in_words(size)} that is no size")
+            raise CheckpointError(f"{where}: {key}: has {size!r:.100} instead of a size of numbers from 0 on")
     boxes = tuple([(chunk.offsets, chunk.sizes) for chunk in value.chunks if 0 not in chunk.sizes])
     try:
         places = tuple([items[key, offsets] for offsets, _ in boxes])

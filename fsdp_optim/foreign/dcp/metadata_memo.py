@@ -23,7 +23,7 @@ from fsdp_optim.foreign.dcp.metadata_patterns import (
     refs_in,
     size_in,
 )
-from fsdp_optim.foreign.dcp.metadata_pickle import is_size
+from fsdp_optim.foreign.dcp.metadata_pickle import is_size, size_of
 from fsdp_optim.layout import Shape
 
 T = TypeVar("T")
@@ -54,6 +54,22 @@ def check_before(numbers: Numbers | int, lengths: Numbers | int) -> None:
     """Raise ValueError for a number that an entry names too early. `lengths`: how many values the memo has there."""
     if numpy.any(numpy.greater_equal(numbers, lengths)):
         raise ValueError("a reference to what comes later")
+
+
+def nums_memoized(forms: Iterable[tuple[Form, Any]], num: int) -> Numbers:
+    """Return how many values each of `num` entries adds to the memo."""
+    nums = numpy.zeros(num, numpy.int64)
+    for form, _ in forms:
+        nums[form.rows] = form.num_memoized
+    return nums
+
+
+def resolved(numbers: Numbers, ids: Numbers, id_at: Callable[[int], int]) -> Numbers:
+    """Return ids by numbers in the memo. `id_at`: gives that of a value that was read slowly, whose id is below zero."""
+    missing = numpy.flatnonzero(ids < 0)
+    distinct, which = numpy.unique(numbers[missing], return_inverse=True)
+    ids[missing] = numpy.array([*map(id_at, distinct.tolist())], numpy.int64)[which]
+    return ids
 
 
 class Memoized:
@@ -121,13 +137,10 @@ class Memo:
             return value
         raise ValueError(f"a {type(value).__name__} in the place of a {cls.__name__}")
 
-    def grow(self, forms: Iterable[Form], num: int) -> Numbers:
-        """Add what entries add; return how many values there are before each of them. `num`: how many entries there are."""
-        adds = numpy.zeros(num, numpy.int64)
-        for form in forms:
-            adds[form.rows] = form.num_memoized
-        before = numpy.cumsum(adds) - adds + self.length
-        self.length += int(adds.sum())
+    def grow(self, nums: Numbers) -> Numbers:
+        """Count the values that entries add; return how many there are before each entry."""
+        before = numpy.cumsum(nums) - nums + self.length
+        self.length += int(nums.sum())
         return before
 
     # -------------------------------------------------------------------------------------- texts
@@ -173,7 +186,7 @@ class Memo:
         for token in tokens:
             if token not in self._new_sizes:
                 number, size = size_in(token)
-                self.check(number, "torch.Size")
+                self.check(number, size_of)
                 self._new_sizes[token] = self.id_of_size(size)
         return numpy.fromiter(map(self._new_sizes.__getitem__, tokens), numpy.int64, len(tokens))
 
@@ -183,18 +196,14 @@ class Memo:
 
     def sizes_at(self, numbers: Numbers) -> Numbers:
         """Return the ids of the sizes with some numbers. Raises ValueError for a value that is no size."""
-        ids = self._of_sizes.at(numbers)
-        missing = numpy.flatnonzero(ids < 0)
-        each, which = numpy.unique(numbers[missing], return_inverse=True)
-        ids[missing] = numpy.array([*map(self.id_of_size, map(self.value, each.tolist()))], numpy.int64)[which]
-        return ids
+        return resolved(numbers, self._of_sizes.at(numbers), lambda number: self.id_of_size(self.value(number)))
 
     # -------------------------------------------------------------------------------------- other values
 
     def check(self, number: int, wanted: object) -> None:
-        """Raise ValueError unless a value is this text, or the class with this stand-in or name."""
+        """Raise ValueError unless a value is this text, or the class or function with this stand-in."""
         value = self.value(number)
-        if value != wanted and wanted not in (getattr(value, "call", None), getattr(value, "what", None)):
+        if value != wanted and wanted is not getattr(value, "call", None):
             raise ValueError(f"{value!r:.100} in the place of {wanted!r}")
 
     def check_span(self, span: bytes, wanted: object) -> None:

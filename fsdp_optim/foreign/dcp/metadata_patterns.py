@@ -2,7 +2,7 @@
 
 An operation of a pickle is a byte and, for some, an argument. Each part of a pattern begins with the byte of its operation, and
 takes as many bytes as the argument has. So where a pattern matches from the beginning of an operation on, it has the same borders
-between operations as the unpickler. Only a text says its own length, which `operations` compares.
+between operations as the unpickler. Only a text says its own length: `free_in` refuses one that has another.
 
 Entries that are the same operations are one `Form`, whatever numbers and texts these have: the rows of a table of bytes.
 
@@ -75,15 +75,21 @@ def _chunk(group: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Entry:
-    """The pattern of the entries of one table. `borders`: takes many; `parts`: has groups for the parts of one."""
+    """The pattern of the entries of one table.
+
+    `borders`: takes many, each in a group, and all that follows in the last group. `parts`: has groups for the parts of one.
+    """
 
     borders: re.Pattern[bytes]
     parts: re.Pattern[bytes]
 
     @classmethod
-    def of(cls, pattern: Callable[[bytes, bytes], bytes], ahead: bytes) -> Entry:
-        """`pattern`: of a group and of what must follow the last part; `ahead`: this, where other entries follow."""
-        borders = _MORE + rb"(" + pattern(rb"(?:", ahead) + rb")" + _REST
+    def of(cls, pattern: Callable[[bytes, bytes], bytes], ahead: bytes = b"", long: bytes = b"") -> Entry:
+        """`pattern`: of a group and of what must follow the last part; `ahead`: this, where other entries follow.
+
+        `long`: the pattern of entries of another kind, with groups.
+        """
+        borders = _MORE + rb"(?:(" + pattern(rb"(?:", ahead) + rb")" + long + rb")" + _REST
         return cls(re.compile(borders, re.DOTALL), re.compile(pattern(rb"(", b""), re.DOTALL))
 
     def spans(self, entry: bytes) -> list[Span]:
@@ -94,11 +100,15 @@ class Entry:
         return [matched.span(group) for group in range(1, self.parts.groups + 1)]
 
 
+def _begun(group: bytes) -> bytes:
+    """Return the pattern of the parts of a tensor before its chunks."""
+    return group + (rb")" + group).join([_PROPERTIES, _SIZE, _REF + rb"\]\x94"]) + rb")"
+
+
 def _tensor(group: bytes, ahead: bytes) -> bytes:
-    parts = group + (rb")" + group).join([_PROPERTIES, _SIZE, _REF + rb"\]\x94"]) + rb")"
-    chunks = _chunk(group) + rb"a|\(" + group + rb"(?:" + _chunk(rb"(?:") + rb")+)e|"
+    end = rb"ub" if ahead else rb"(?:ub)?"  # of one that has several chunks, `parts` gets what is before them
     plain = group + _REF + rb"(?:\)\x81\x94" + (rb"(?=[\x8cu])" if ahead else b"") + rb"|" + ahead + rb"))"
-    return group + _TEXT + rb")(?:" + parts + rb"(?:" + chunks + rb")ub|" + plain + rb")"
+    return group + _TEXT + rb")(?:" + _begun(group) + rb"(?:" + _chunk(group) + rb"a)?" + end + rb"|" + plain + rb")"
 
 
 def _place(group: bytes, ahead: bytes) -> bytes:
@@ -108,16 +118,21 @@ def _place(group: bytes, ahead: bytes) -> bytes:
     return index + rb"(?:" + new_place + rb"|" + attribute + ahead + rb")"
 
 
-TENSORS = Entry.of(_tensor, rb"(?=u|" + _TEXT + rb"(?!\x93))")  # the text is the next key, and not the name of a class
-"""Entries of tensors: key, properties, size, list, the four parts of one chunk, several chunks; or of other values: key, object.
+TENSORS = Entry.of(
+    _tensor,
+    rb"(?=u|" + _TEXT + rb"(?!\x93))",  # the text is the next key, and not the name of a class
+    rb"|(" + _TEXT + _begun(rb"(?:") + rb")\(((?:" + _chunk(rb"(?:") + rb")+)eub",
+)
+"""Entries of tensors: key, properties, size, list, the four parts of one chunk; or of other values: key, object.
 
-Properties and objects of values are new ones, or those of an entry before.
+Properties and objects of values are new ones, or those of an entry before. Of tensors that have several chunks, `borders` has two
+groups of its own: what is before the chunks, and the chunks.
 """
 
-CHUNK = Entry.of(lambda group, ahead: _chunk(group), b"")
+CHUNK = Entry.of(lambda group, ahead: _chunk(group))
 """Chunks: class with the first attribute, offsets, second attribute, sizes."""
 
-PATHS = Entry.of(lambda group, ahead: rb"(?:" + _REF + rb"|" + _TEXT + rb")" + _tuple_of(_PART), b"")
+PATHS = Entry.of(lambda group, ahead: rb"(?:" + _REF + rb"|" + _TEXT + rb")" + _tuple_of(_PART))
 """Entries of paths: key, and a tuple of the parts of the path. `path_parts` has the spans of these."""
 
 PLACES = Entry.of(_place, rb"(?=u|" + _REF + rb"\))")  # the next entry makes an object
@@ -126,6 +141,9 @@ or one that is there already.
 
 The last attribute of the index may be missing.
 """
+
+CHUNK_ALONE = re.compile(_chunk(rb"(?:"), re.DOTALL)
+"""One of several chunks."""
 
 # ------------------------------------------------------------------------------------------- operations
 
@@ -245,7 +263,7 @@ _FEW_FORMS, _NBYTES_OF_FORM = 256, 256
 
 
 def forms_of(entries: Sequence[bytes], parts_of: Callable[[bytes, Spans], tuple[Free, T]]) -> list[tuple[Form, T]]:
-    """Return the forms of entries, in the order of their first entries.
+    """Return the forms of entries.
 
     `parts_of`: for an entry and its operations, which bytes may differ in a form, and what to return with that form.
     """
@@ -261,7 +279,7 @@ def forms_of(entries: Sequence[bytes], parts_of: Callable[[bytes, Spans], tuple[
             if len(forms) > _FEW_FORMS + len(data) // _NBYTES_OF_FORM:
                 raise ValueError("entries that have too little in common")
         at += table.size
-    return sorted(forms, key=lambda form_and_parts: int(form_and_parts[0].rows[0]))
+    return forms
 
 
 def _forms_in(
@@ -283,10 +301,11 @@ def _forms_in(
         rows, table, num_tried = rows[rest], table[rest], num_tried + 1
 
 
-def free_in(entry: bytes, spans: Spans, parts: Iterable[Span], *, is_all: bool = False) -> Free:
+def free_in(entry: bytes, spans: Spans, parts: Iterable[Span]) -> Free:
     """Return which bytes of entries may differ: the arguments of operations in some parts.
 
-    A part that has more than one operation keeps its references, unless `is_all`.
+    A part that has more than one operation keeps its references. Raises ValueError where a part and its operations have other
+    borders, because a text has another length than it says.
     """
     free = numpy.zeros(len(entry), numpy.bool_)
     starts = [start for start, _ in spans]
@@ -298,7 +317,7 @@ def free_in(entry: bytes, spans: Spans, parts: Iterable[Span], *, is_all: bool =
             code = entry[start]
             if code == TEXT and ((start, stop + 1) != (first, last) or entry[stop:last] != bytes([_MEMOIZE])):
                 raise ValueError("a text that has another length")
-            if code in INTS or code == TEXT or (code in REFS and (is_all or is_ref(entry, (first, last)))):
+            if code in INTS or code == TEXT or (code in REFS and is_ref(entry, (first, last))):
                 free[start + (2 if code in _COUNTED else 1) : stop] = True
     return free
 
@@ -306,61 +325,46 @@ def free_in(entry: bytes, spans: Spans, parts: Iterable[Span], *, is_all: bool =
 # ------------------------------------------------------------------------------------------- the parts of entries
 
 NOTHING = (-1, -1)  # the span of a part that is not there
-_REFS_OF_SHARED_HEAD = 4  # class, the attribute of the properties, these, the attribute of the size
+_REFS_OF_SHARED_HEAD = 4  # class, attribute of the properties, properties of another tensor, attribute of the size
+_PLACE_OF_SHARED = 2
 
 
 @dataclass(frozen=True)
 class TensorParts:
-    """The parts of an entry of `TENSORS`: of a tensor with its chunks, or of another value, which is `plain`.
+    """The parts of an entry of `TENSORS`: of a tensor with a chunk, which has four parts, or of another value: `is_plain`.
 
-    `chunk`: the four parts of a single chunk; `chunks`: the spans of several; `is_shared`: the properties or the object are those
-    of an entry before.
+    `head`: the properties or the object. `shared`: the reference to these, where they are those of an entry before.
     """
 
     key: Span
-    head: bytes = b""
+    head: Span
     size: Span = NOTHING
-    attribute: bytes = b""
+    attribute: Span = NOTHING
     chunk: tuple[Span, ...] = ()
-    chunks: tuple[Span, ...] = ()
-    plain: Span = NOTHING
-    is_shared: bool = False
+    shared: Span = NOTHING
 
     @property
     def is_plain(self) -> bool:
-        return self.plain != NOTHING
+        return self.size == NOTHING
 
     @property
-    def is_new_plain(self) -> bool:
-        """Whether this is a new object of a class, and not one of an entry before."""
-        return self.is_plain and not self.is_shared
-
-    @property
-    def has_new_head(self) -> bool:
-        """Whether the properties are new ones, and not those of another tensor."""
-        return not self.is_plain and not self.is_shared
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self.chunks) or bool(self.chunk)
+    def is_new(self) -> bool:
+        """Whether the properties or the object are new ones."""
+        return self.shared == NOTHING
 
     @classmethod
     def of(cls, entry: bytes, spans: Spans) -> tuple[Free, TensorParts]:
         """Return which bytes may differ, and the parts."""
-        key, head, size, attribute, *chunk, several, plain = TENSORS.spans(entry)
+        key, head, size, attribute, *chunk, plain = TENSORS.spans(entry)
         if plain != NOTHING:
-            return free_in(entry, spans, [key, plain]), cls(key, plain=plain, is_shared=is_ref(entry, plain))
-        parts = key, entry[slice(*head)], size, entry[slice(*attribute)]
-        is_shared = len(refs_in(parts[1])) == _REFS_OF_SHARED_HEAD
-        free = free_in(entry, spans, [key, size])
-        if several != NOTHING:  # each is looked at by itself
-            chunks = tuple([matched.span() for matched in CHUNK.parts.finditer(entry, *several)])
-            if sum(stop - start for start, stop in chunks) != several[1] - several[0]:
-                raise ValueError("bytes between chunks")
-            return free | free_in(entry, spans, [several], is_all=True), cls(*parts, chunks=chunks, is_shared=is_shared)
-        if chunk[0] == NOTHING:
-            return free, cls(*parts, is_shared=is_shared)
-        return free | free_in(entry, spans, chunk[1::2]), cls(*parts, chunk=tuple(chunk), is_shared=is_shared)
+            return free_in(entry, spans, [key, plain]), cls(
+                key, plain, shared=plain if is_ref(entry, plain) else NOTHING
+            )
+        refs = [span for span in spans if head[0] <= span[0] < head[1] and entry[span[0]] in REFS]
+        shared = refs[_PLACE_OF_SHARED] if len(refs) == _REFS_OF_SHARED_HEAD else NOTHING
+        chunk = chunk if chunk[0] != NOTHING else []
+        parts = cls(key, head, size, attribute, tuple(chunk), shared)
+        return free_in(entry, spans, [part for part in (key, size, shared, *chunk[1::2]) if part != NOTHING]), parts
 
 
 def chunk_parts(entry: bytes, spans: Spans) -> tuple[Free, Spans]:

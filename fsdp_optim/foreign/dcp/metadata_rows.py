@@ -13,8 +13,20 @@ from typing import Any
 import numpy
 import torch
 
-from fsdp_optim.foreign.dcp.metadata_memo import NO_SIZE, Memo, SizeColumn, TextColumn, check_before, joined
+from fsdp_optim.foreign.dcp.metadata_memo import (
+    NO_SIZE,
+    Memo,
+    SizeColumn,
+    TextColumn,
+    check_before,
+    joined,
+    nums_memoized,
+    resolved,
+)
 from fsdp_optim.foreign.dcp.metadata_patterns import (
+    CHUNK_ALONE,
+    INTS,
+    NONE,
     NOTHING,
     Form,
     Numbers,
@@ -51,7 +63,7 @@ class TensorRows:
         self._columns: dict[str, list[Numbers]] = {
             name: [] for name in ("dtype", "size", "num_chunks", "offsets", "sizes")
         }
-        self._heads: dict[bytes, int] = {}  # the dtypes
+        self._heads: dict[bytes, int] = {}  # the dtypes of new properties
         self._properties = memo.objects(self._properties_of)
         self._plains = memo.objects(lambda _: SavedBytes())
 
@@ -98,74 +110,75 @@ class TensorRows:
             self.dtypes.append(dtype)
         return self.dtypes.index(dtype)
 
-    def add(self, entries: Sequence[bytes]) -> None:
-        """Add entries of `TENSORS`."""
+    def add(self, matched: Sequence[tuple[bytes, ...]]) -> None:
+        """Add entries that `TENSORS` has matched."""
         memo = self._memo
-        forms = forms_of(entries, TensorParts.of)
+        forms = forms_of([entry or begun for entry, begun, _, _ in matched], TensorParts.of)
+        boxes = _Boxes(memo, forms, [chunks for _, _, chunks, _ in matched])
         for form, parts in forms:
             self._check(form, parts)
-        starts = memo.grow([form for form, _ in forms], len(entries))
-        keys, boxes = TextColumn(memo, len(entries)), _Boxes(memo, len(entries), forms)
+        starts = memo.grow(boxes.nums_memoized)
+        keys = TextColumn(memo, len(matched))
         for form, parts in forms:
             keys.add(form, parts.key, form.rows, starts[form.rows])
-            boxes.add(form, parts, starts[form.rows], entries)
+        boxes.add(starts)
         texts = keys.listed()
         size, offsets, sizes = boxes.ids()
         self._add_objects(forms, starts)
-        dtypes = numpy.full(len(entries), _PLAIN)
+        dtypes = numpy.full(len(matched), _PLAIN)
         for form, parts in forms:
             if not parts.is_plain:
-                dtypes[form.rows] = self._dtype_of(parts.head, int(starts[form.rows[0]]))
-            elif parts.is_shared:
-                self._check_shared(form.refs(parts.plain), starts[form.rows])
+                dtypes[form.rows] = self._dtypes_of(form, parts, starts[form.rows])
+            elif not parts.is_new:
+                self._check_shared(form.refs(parts.shared), starts[form.rows])
         self._add(texts, dtype=dtypes, size=size, num_chunks=boxes.nums, offsets=offsets, sizes=sizes)
 
     def _check(self, form: Form, parts: TensorParts) -> None:
         """Check the classes and attributes of a form, and find out the dtype of new properties."""
+        memo, head = self._memo, form.first[slice(*parts.head)]
         if parts.is_plain:
-            if parts.is_new_plain:
-                self._memo.check_span(form.first[slice(*parts.plain)], SavedBytes)
+            if parts.is_new:
+                memo.check_span(head, SavedBytes)
             return
-        self._memo.check_span(parts.attribute, "chunks")
-        if parts.has_new_head and parts.head not in self._heads:
-            self._heads[parts.head] = self._dtype_in(parts.head)
+        memo.check_span(form.first[slice(*parts.attribute)], "chunks")
+        if head in self._heads:
+            return
+        if parts.is_new:
+            of_class, properties, of_properties, dtype, *others, size = refs_in(head)
+            for other in others:
+                memo.value(other)  # the layout and the like, which are not needed, and must be there
+            memo.check(of_properties, SavedProperties)
+            self._heads[head] = self._id_of(memo.value(dtype))
+        else:
+            of_class, properties, _, size = refs_in(head)
+        memo.check(of_class, SavedTensor)
+        memo.check(properties, "properties")
+        memo.check(size, "size")
 
     def _add_objects(self, forms: Sequence[tuple[Form, TensorParts]], starts: Numbers) -> None:
         """Add what stands for new properties and for new values that are no tensors."""
         properties, plains = [], []
         for form, parts in forms:
-            if parts.is_new_plain:
+            if not parts.is_new:
+                continue
+            if parts.is_plain:
                 plains.append((starts[form.rows] + _BEFORE_OBJECT, numpy.zeros(len(form.rows), numpy.int64)))
-            elif parts.has_new_head:
-                dtypes = numpy.full(len(form.rows), self._heads[parts.head])
+            else:
+                dtypes = numpy.full(len(form.rows), self._heads[form.first[slice(*parts.head)]])
                 properties.append((starts[form.rows] + _BEFORE_PROPERTIES, dtypes))
         self._properties.add(*joined(properties))
         self._plains.add(*joined(plains))
 
-    def _dtype_in(self, head: bytes) -> int:
-        """Return the id of the dtype of new properties."""
-        of_class, properties, of_properties, dtype, *others, size = refs_in(head)
-        for other in others:
-            self._memo.value(other)  # the layout and the like, which are not needed, and must be there
-        self._memo.check(of_class, SavedTensor)
-        self._memo.check(properties, "properties")
-        self._memo.check(of_properties, SavedProperties)
-        self._memo.check(size, "size")
-        return self._id_of(self._memo.value(dtype))
+    def _dtypes_of(self, form: Form, parts: TensorParts, starts: Numbers) -> Numbers:
+        """Return the ids of the dtypes. `starts`: how many values the memo has before each entry."""
+        if parts.is_new:
+            return numpy.array([self._heads[form.first[slice(*parts.head)]]])
+        numbers = form.refs(parts.shared)
+        check_before(numbers, starts)
+        return resolved(numbers, self._properties.at(numbers), self._dtype_at)
 
-    def _dtype_of(self, head: bytes, length: int) -> int:
-        """Return the id of the dtype of new properties, or of another tensor's.
-
-        `length`: how many values the memo has before the first entry with these.
-        """
-        if head not in self._heads:
-            of_class, attribute, number, size = refs_in(head)
-            self._memo.check(of_class, SavedTensor)
-            self._memo.check(attribute, "properties")
-            self._memo.check(size, "size")
-            check_before(number, length)
-            self._heads[head] = self._id_of(self._memo.object_of(number, SavedProperties).dtype)
-        return self._heads[head]
+    def _dtype_at(self, number: int) -> int:
+        return self._id_of(self._memo.object_of(number, SavedProperties).dtype)
 
     def _properties_of(self, dtype: int) -> SavedProperties:
         properties = SavedProperties()
@@ -180,38 +193,48 @@ class TensorRows:
 
 
 class _Boxes:
-    """The sizes of tensors, and the offsets and sizes of their chunks. `nums`: how many chunks each entry has."""
+    """The sizes of tensors, and the offsets and sizes of their chunks.
 
-    def __init__(self, memo: Memo, num: int, forms: Sequence[tuple[Form, TensorParts]]) -> None:
-        self._memo, self._num = memo, num
-        self.nums = numpy.zeros(num, numpy.int64)
+    `several`: of each entry its chunks, where it has several. `nums`: how many chunks each entry has; `nums_memoized`: how many
+    values each entry adds to the memo.
+    """
+
+    def __init__(self, memo: Memo, forms: Sequence[tuple[Form, TensorParts]], several: Sequence[bytes]) -> None:
+        self._memo, self._forms, self._num = memo, forms, len(several)
+        self.nums, self._num_before = numpy.zeros(self._num, numpy.int64), nums_memoized(forms, self._num)
         for form, parts in forms:
-            self.nums[form.rows] = parts.num_chunks
-        self._total = int(self.nums.sum())
+            self.nums[form.rows] = bool(parts.chunk)
+        chunks = {row: CHUNK_ALONE.findall(text) for row, text in enumerate(several) if text}
+        self._of_rows = numpy.repeat(numpy.array([*chunks], numpy.int64), [len(each) for each in chunks.values()])
+        self.nums += numpy.bincount(self._of_rows, minlength=self._num)
+        listed = [chunk for of_row in chunks.values() for chunk in of_row]
+        if sum(map(len, listed)) != sum(map(len, several)):
+            raise ValueError("bytes between chunks")
+        self._chunk_forms = forms_of(listed, chunk_parts)
+        self._memoized = nums_memoized(self._chunk_forms, len(listed))
+        in_chunks = numpy.bincount(self._of_rows, self._memoized, self._num).astype(numpy.int64)
+        self.nums_memoized = self._num_before + in_chunks
+        self._in_chunks_before = numpy.cumsum(in_chunks) - in_chunks
         self._firsts = numpy.cumsum(self.nums) - self.nums
-        self._sizes = SizeColumn(memo, num + 2 * self._total)
-        self._several: list[bytes] = []  # chunks of entries that have several,
-        self._places: list[int] = []  # their places among all,
-        self._starts: list[int] = []  # and how many values the memo has before each
+        self._total = int(self.nums.sum())
+        self._sizes = SizeColumn(memo, self._num + 2 * self._total)
 
-    def add(self, form: Form, parts: TensorParts, starts: Numbers, entries: Sequence[bytes]) -> None:
-        """Add those of a form. `starts`: how many values the memo has before each entry."""
-        if parts.is_plain:
-            return
-        self._sizes.add(form, parts.size, form.rows, starts)
-        firsts = self._firsts[form.rows]
-        if parts.chunk:
-            self._add_chunks(form, parts.chunk, firsts, starts)
-        if not parts.chunks:
-            return
-        adds = [form.num_before(start) for start, _ in parts.chunks]
-        for row, first, before in zip(form.rows.tolist(), firsts.tolist(), starts.tolist(), strict=True):
-            entry = entries[row]
-            self._several += [entry[start:stop] for start, stop in parts.chunks]
-            self._places += range(first, first + len(adds))
-            self._starts += [before + num for num in adds]
+    def add(self, starts: Numbers) -> None:
+        """Add all. `starts`: how many values the memo has before each entry."""
+        for form, parts in self._forms:
+            if not parts.is_plain:
+                self._sizes.add(form, parts.size, form.rows, starts[form.rows])
+            if parts.chunk:
+                self._add_chunks(form, parts.chunk, self._firsts[form.rows], starts[form.rows])
+        rows, num = self._of_rows, len(self._of_rows)
+        places = self._firsts[rows] + numpy.arange(num) - numpy.searchsorted(rows, rows)
+        before = starts[rows] + self._num_before[rows] - self._in_chunks_before[rows]
+        before += numpy.cumsum(self._memoized) - self._memoized
+        for form, spans in self._chunk_forms:
+            self._add_chunks(form, spans, places[form.rows], before[form.rows])
 
     def _add_chunks(self, form: Form, parts: Spans, places: Numbers, starts: Numbers) -> None:
+        """Add chunks of a form at some places. `starts`: how many values the memo has before each entry of the form."""
         made, offsets, attribute, sizes = parts
         self._memo.check_new(form.first[slice(*made)], SavedChunk, "offsets")
         self._memo.check_span(form.first[slice(*attribute)], "sizes")
@@ -220,9 +243,6 @@ class _Boxes:
 
     def ids(self) -> list[Numbers]:
         """Return the ids of the sizes of all entries, and of the offsets and the sizes of all chunks."""
-        places, starts = numpy.array(self._places, numpy.int64), numpy.array(self._starts, numpy.int64)
-        for form, parts in forms_of(self._several, chunk_parts):
-            self._add_chunks(form, parts, places[form.rows], starts[form.rows])
         return numpy.split(self._sizes.ids(), [self._num, self._num + self._total])
 
 
@@ -245,22 +265,21 @@ class PathRows:
         self.paths.update(zip(keys, paths, strict=True))
         self.num += len(keys)
 
-    def add(self, entries: Sequence[bytes]) -> None:
-        """Add entries of `PATHS`."""
-        forms = forms_of(entries, path_parts)
-        nums = numpy.zeros(len(entries), numpy.int64)
+    def add(self, matched: Sequence[tuple[bytes, ...]]) -> None:
+        """Add entries that `PATHS` has matched."""
+        forms = forms_of([entry for entry, _ in matched], path_parts)
+        nums = numpy.zeros(len(matched), numpy.int64)
         for form, spans in forms:
             nums[form.rows] = len(spans)
         firsts = numpy.cumsum(nums) - nums
-        starts = self._memo.grow([form for form, _ in forms], len(entries))
+        starts = self._memo.grow(nums_memoized(forms, len(matched)))
         texts = TextColumn(self._memo, int(nums.sum()))
         for form, spans in forms:
             for number, span in enumerate(spans):
                 texts.add(form, span, firsts[form.rows] + number, starts[form.rows])
         values, at = texts.listed(), [*firsts.tolist(), int(nums.sum())]
         self._add(
-            [values[first] for first in at[:-1]],
-            [tuple(values[first + 1 : stop]) for first, stop in pairwise(at)],
+            [values[first] for first in at[:-1]], [tuple(values[first + 1 : stop]) for first, stop in pairwise(at)]
         )
 
 
@@ -313,17 +332,19 @@ class PlaceRows:
         self._add([index.fqn], numpy.array([offset]), self._add_places([place.file], [place.start], [place.nbytes]))
         return True
 
-    def add(self, entries: Sequence[bytes]) -> None:
-        """Add entries of `PLACES`."""
-        memo, num = self._memo, len(entries)
-        forms = forms_of(entries, PlaceParts.of)
-        starts = memo.grow([form for form, _ in forms], num)
+    def add(self, matched: Sequence[tuple[bytes, ...]]) -> None:
+        """Add entries that `PLACES` has matched."""
+        memo, num = self._memo, len(matched)
+        forms = forms_of([entry for entry, _ in matched], PlaceParts.of)
+        starts = memo.grow(nums_memoized(forms, num))
         texts, offsets = TextColumn(memo, 2 * num), SizeColumn(memo, num)  # keys and files
         new, shared = list[tuple[Numbers, ...]](), list[tuple[Numbers, Numbers]]()
         for form, parts in forms:
             rows, before = form.rows, starts[form.rows]
             index = self._attributes(form.first, parts.index, SavedIndex)
             texts.add(form, index["fqn"], rows, before)
+            if form.first[index["index"][0]] not in (*INTS, NONE):
+                raise ValueError("the index of a chunk that is no number")
             if "offset" in index:
                 offsets.add(form, index["offset"], rows, before)
             if parts.place:
@@ -332,8 +353,9 @@ class PlaceRows:
                 number = before + form.num_before(parts.place[0][0])
                 new.append((rows, number, form.ints(place["offset"]), form.ints(place["length"])))
             else:
-                check_before(form.refs(parts.shared), before)
-                shared.append((rows, form.refs(parts.shared)))
+                numbers = form.refs(parts.shared)
+                check_before(numbers, before)
+                shared.append((rows, numbers))
         values = texts.listed()
         rows, numbers, begins, nbytes = joined(new, 4)
         files = [values[num + row] for row in rows.tolist()]
@@ -348,11 +370,7 @@ class PlaceRows:
 
     def _named(self, of_memo: Numbers) -> Numbers:
         """Return the numbers of places of entries before, by their numbers in the memo."""
-        numbers = self._numbers.at(of_memo)
-        missing = of_memo[numbers < 0].tolist()  # of entries that were read slowly
-        added = {number: self._added(number) for number in set(missing)}
-        numbers[numbers < 0] = [added[number] for number in missing]
-        return numbers
+        return resolved(of_memo, self._numbers.at(of_memo), self._added)
 
     def _added(self, number: int) -> int:
         """Add the place with a number of the memo, and return its own."""
@@ -368,10 +386,7 @@ class PlaceRows:
         return place
 
     def _attributes(self, entry: bytes, parts: Spans, cls: object) -> dict[str, Span]:
-        """Return the spans of the values of attributes by name.
-
-        `parts`: class and first attribute, value, attribute, value, ...
-        """
+        """Return the spans of the values of attributes by name. `parts`: class and first attribute, value, attribute, ..."""
         spans = [span for span in parts if span != NOTHING]
         looks = [entry[slice(*span)] for span in spans[::2]]
         key = (cls, *looks)

@@ -198,11 +198,11 @@ class _Tabulator(Unpickler):
             file.fill(_WINDOW)
             end = min(file.at + _WINDOW, len(file.data))
             matched = pattern.borders.findall(file.data, file.at, end)
-            if not matched or not matched[0][0]:
+            if not any(matched[0][:-1] if matched else ()):
                 return
-            entries, rests = zip(*matched, strict=True)
-            rows.add(entries[:-1] if rests[-1] else entries)
-            file.take(end - len(rests[-1]))
+            rest = matched[-1][-1]
+            rows.add(matched[:-1] if rest else matched)
+            file.take(end - len(rest))
             self._depth_of_taken = len(self._marks)
 
     def _pop_mark(self) -> list[Any]:
