@@ -241,7 +241,8 @@ class Form:
         columns = self._table[:, start:stop]
         if columns.size and not (_PRINTABLE[0] <= columns.min() and columns.max() <= _PRINTABLE[-1]):
             raise ValueError("a text that has another length")
-        return [*_cut(columns.tobytes().decode("ascii"), columns.shape[1])] if columns.size else [""] * len(columns)
+        joined, width = columns.tobytes().decode("ascii"), max(columns.shape[1], 1)
+        return [joined[at : at + width] for at in range(0, len(joined), width)] or [""] * len(columns)
 
     def tokens(self, span: Span) -> list[bytes]:
         """Return the bytes of a part of each entry; only once if they are the same in all of them."""
@@ -250,11 +251,6 @@ class Form:
             return [columns[0].tobytes()]
         joined = columns.tobytes()
         return [joined[start : start + columns.shape[1]] for start in range(0, len(joined), columns.shape[1])]
-
-
-def _cut(text: str, width: int) -> Iterator[str]:
-    for start in range(0, len(text), width):
-        yield text[start : start + width]
 
 
 _MOST_TRIED = 32  # forms of entries of one length that others are compared with
