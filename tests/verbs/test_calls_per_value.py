@@ -38,7 +38,7 @@ MOST = {
         "stall": 139,
         "set_state_dict": 383,
         "save of DCP": 229,
-        "load of DCP": 384,
+        "load of DCP": 386,
     },
     "FSDP1": {"save": 129, "load": 136, "gather": 69, "stall": 128},
     "fairscale": {"save": 106, "load": 100, "gather": 46, "stall": 104},
