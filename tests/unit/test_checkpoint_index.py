@@ -259,6 +259,16 @@ class TestOpening(unittest.TestCase):
                 self.assertTrue(is_optim, new)
                 checkpoint._decoded_optim(False, {})
 
+    def test_a_manifest_that_says_nothing_of_an_optimizer(self) -> None:
+        """Null says that there is none, or that its description has a file."""
+        path = saved_once()
+        values = json.loads(Path(path, NAME).read_bytes())["checkpoint"]
+        del values["optim"]
+        body = canonical(values)
+        Path(path, NAME).write_bytes(b'{"checksum":"%s","checkpoint":%s}\n' % (hex_of(body).encode(), body))
+        with self.assertRaisesRegex(CheckpointError, "optim"):
+            Checkpoint.opened_in(store_at(path).open(), verify=True)
+
     def test_an_optimizer_that_was_changed(self) -> None:
         path = saved_once()
         text = Path(path, NAME).read_bytes()

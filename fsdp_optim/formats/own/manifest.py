@@ -246,10 +246,10 @@ def manifest_in(opened: Opened) -> Manifest:
                 f"{path}: is not the manifest that was saved: its checksum differs; load another checkpoint"
             )
         summary = document.checkpoint.get("brief")
-        if not is_apart and document.checkpoint.get(_OPTIM) is not None:
-            optim = msgspec.Raw(canonical(document.checkpoint[_OPTIM]))
-        manifest = msgspec.convert({**document.checkpoint, _OPTIM: None, "checksum": checksum}, Manifest)
-        manifest = replace(manifest, optim=optim)
+        fields = {**document.checkpoint, "checksum": checksum}
+        if fields.get(_OPTIM) is not None:
+            optim, fields[_OPTIM] = msgspec.Raw(canonical(fields[_OPTIM])), None
+        manifest = replace(msgspec.convert(fields, Manifest), optim=optim)
         for name in (*manifest.files, *(manifest.thinned.files if manifest.thinned is not None else ())):
             check_name(path, name)
         check_models(path, manifest.model.models, manifest.files, manifest.model.params)
