@@ -298,7 +298,7 @@ class SameTest(InFolder):
             self.assertGreater(min(ends["none"], ends["some"]), 10, ends)
 
     def test_another_operation_in_the_place_of_the_last(self) -> None:
-        """Of the one that puts entries into their dict, some of which were read as rows."""
+        """SETITEMS puts entries into their dict. Another operation there is refused, also where entries were read as rows."""
         data = pickle.dumps(alike(5), 4)
         self.assertIsNotNone(tables_of(data))
         names = {code.name: code.code.encode("latin-1") for code in pickletools.opcodes}
@@ -403,7 +403,10 @@ class GivingUpTest(unittest.TestCase):
 
 
 class FormTest(unittest.TestCase):
-    """Entries of which a text says another length than the patterns have found: no pickle is known in which all else fits."""
+    """Forms refuse a text whose recorded length differs from the one that a pattern found.
+
+    The entries are made by hand, because in every damaged pickle that was tried another check failed first.
+    """
 
     def test_operations_behind_the_end(self) -> None:
         for entry in (b"\x8c", b"\x8c\x05ab\x94", b"h", b"j\x01\x02", b"M\x01"):

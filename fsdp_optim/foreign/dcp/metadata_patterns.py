@@ -142,9 +142,6 @@ or one that is there already.
 The last attribute of the index may be missing.
 """
 
-CHUNK_ALONE = re.compile(_chunk(rb"(?:"), re.DOTALL)
-"""One of several chunks."""
-
 # ------------------------------------------------------------------------------------------- operations
 
 
@@ -153,11 +150,9 @@ def operations(data: bytes) -> list[Span]:
     spans, at = [], 0
     while at < len(data):
         code = data[at]
-        nbytes = (
-            _NBYTES_OF_ARGUMENT.get(code, 0)
-            if code not in _COUNTED
-            else 1 + int.from_bytes(data[at + 1 : at + 2], "little")
-        )
+        nbytes = _NBYTES_OF_ARGUMENT.get(code, 0)
+        if code in _COUNTED:
+            nbytes = 1 + int.from_bytes(data[at + 1 : at + 2], "little")
         spans.append((at, at + 1 + nbytes))
         at += 1 + nbytes
     if at != len(data):
@@ -309,11 +304,12 @@ def free_in(entry: bytes, spans: Spans, parts: Iterable[Span]) -> Free:
         index = bisect_left(starts, first)
         if index == len(starts) or starts[index] != first:
             raise ValueError("a text that has another length")
+        codes = (*INTS, TEXT, *REFS) if is_ref(entry, (first, last)) else (*INTS, TEXT)
         for start, stop in spans[index : bisect_left(starts, last)]:
             code = entry[start]
             if code == TEXT and ((start, stop + 1) != (first, last) or entry[stop:last] != bytes([_MEMOIZE])):
                 raise ValueError("a text that has another length")
-            if code in INTS or code == TEXT or (code in REFS and is_ref(entry, (first, last))):
+            if code in codes:
                 free[start + (2 if code in _COUNTED else 1) : stop] = True
     return free
 
@@ -353,9 +349,8 @@ class TensorParts:
         """Return which bytes may differ, and the parts."""
         key, head, size, attribute, *chunk, plain = TENSORS.spans(entry)
         if plain != NOTHING:
-            return free_in(entry, spans, [key, plain]), cls(
-                key, plain, shared=plain if is_ref(entry, plain) else NOTHING
-            )
+            shared = plain if is_ref(entry, plain) else NOTHING
+            return free_in(entry, spans, [key, plain]), cls(key, plain, shared=shared)
         refs = [span for span in spans if head[0] <= span[0] < head[1] and entry[span[0]] in REFS]
         shared = refs[_PLACE_OF_SHARED] if len(refs) == _REFS_OF_SHARED_HEAD else NOTHING
         chunk = chunk if chunk[0] != NOTHING else []

@@ -24,7 +24,7 @@ from fsdp_optim.foreign.dcp.metadata_memo import (
     resolved,
 )
 from fsdp_optim.foreign.dcp.metadata_patterns import (
-    CHUNK_ALONE,
+    CHUNK,
     INTS,
     NONE,
     NOTHING,
@@ -204,10 +204,10 @@ class _Boxes:
         self.nums, self._num_before = numpy.zeros(self._num, numpy.int64), nums_memoized(forms, self._num)
         for form, parts in forms:
             self.nums[form.rows] = bool(parts.chunk)
-        chunks = {row: CHUNK_ALONE.findall(text) for row, text in enumerate(several) if text}
-        self._of_rows = numpy.repeat(numpy.array([*chunks], numpy.int64), [len(each) for each in chunks.values()])
+        matched = {row: CHUNK.borders.findall(text) for row, text in enumerate(several) if text}
+        self._of_rows = numpy.repeat(numpy.array([*matched], numpy.int64), [len(each) for each in matched.values()])
         self.nums += numpy.bincount(self._of_rows, minlength=self._num)
-        listed = [chunk for of_row in chunks.values() for chunk in of_row]
+        listed = [chunk for of_row in matched.values() for chunk, _ in of_row]
         if sum(map(len, listed)) != sum(map(len, several)):
             raise ValueError("bytes between chunks")
         self._chunk_forms = forms_of(listed, chunk_parts)

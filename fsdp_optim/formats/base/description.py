@@ -15,7 +15,7 @@ import torch
 
 from fsdp_optim.formats.base.codec import Decoder, Encoder
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
-from fsdp_optim.formats.base.json_text import ESCAPED, parse_json
+from fsdp_optim.formats.base.json_text import DOUBTFUL, decoded_at_once, parse_json
 
 TENSOR = "tensor"
 """The kind of a stored tensor that has the shape of its parameter and is cut like it."""
@@ -164,18 +164,9 @@ def decoded_text(where: str, text: bytes, *, allow_pickle: bool, records: Mappin
 
 
 def _params_apart(text: bytes) -> tuple[dict[str, ParamDescription], bytes] | None:
-    """Return the parameters of a text, and the text without them; None where a value is encoded, or something may be wrong.
-
-    As in `parse_json`, no key is there twice where as many colons come back.
-    """
-    if ESCAPED in text:
-        return None
-    try:
-        values = msgspec.json.decode(text, type=_Text)
-        num_colons = msgspec.json.encode(values).count(b":")
-    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
-        return None
-    if num_colons != text.count(b":") or not _are_text_alone(values.params):
+    """Return the parameters of a text, and the text without them; None where a value is encoded, or something may be wrong."""
+    values = decoded_at_once(text, _Text)
+    if values is DOUBTFUL or not _are_text_alone(values.params):
         return None
     return values.params, msgspec.json.encode(msgspec.structs.replace(values, params={}))
 

@@ -12,8 +12,8 @@ from fsdp_optim.errors import CheckpointError
 
 _FEW = 4096  # lists that even a tiny file may have
 _NBYTES_EACH = 4  # bytes that a file needs for each further list; an object counts as two
-ESCAPED = rb"\u"  # how a character begins that is written as its number
-_DOUBTFUL = object()
+_ESCAPED = rb"\u"  # how a character begins that is written as its number
+DOUBTFUL = object()
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _WORD = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
@@ -22,24 +22,24 @@ def parse_json(where: str, data: bytes) -> Any:
     """Parse a text. Raises CheckpointError for a text that is not JSON, has a key twice or half of a character, or is nested too
     deeply.
     """
-    value = _parsed_at_once(data)
-    return value if value is not _DOUBTFUL else _parsed(where, data)
+    value = decoded_at_once(data, Any)
+    return value if value is not DOUBTFUL else _parsed(where, data)
 
 
-def _parsed_at_once(data: bytes) -> Any:
-    """Parse a text in half the time; `_DOUBTFUL` for one in which something may be wrong, which `_parsed` says.
+def decoded_at_once(data: bytes, schema: Any) -> Any:
+    """Decode a text as msgspec does, in half the time of `_parsed`; `DOUBTFUL` for one that may be wrong or has another schema.
 
     Such a parser takes the last of two equal keys. Each key has a colon behind it, and a colon in a string stays one unless it is
     escaped: where the value as text has as many colons, no key was lost.
     """
-    if ESCAPED in data:
-        return _DOUBTFUL
+    if _ESCAPED in data:
+        return DOUBTFUL
     try:
-        value = msgspec.json.decode(data)
+        value = msgspec.json.decode(data, type=schema)
         num_colons = msgspec.json.encode(value).count(b":")
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError):
-        return _DOUBTFUL
-    return value if num_colons == data.count(b":") else _DOUBTFUL
+        return DOUBTFUL
+    return value if num_colons == data.count(b":") else DOUBTFUL
 
 
 def _parsed(where: str, data: bytes) -> Any:

@@ -43,9 +43,8 @@ def verify(
     with closing(retry_if_replaced(lambda: open_checkpoint(store, verify=True))) as checkpoint:
         budget = Budget(bucket_nbytes, "the elements of a checkpoint that a process verifies")
         unit_nbytes = unit_nbytes_in(budget)
-        problems = [
-            *_read_small(checkpoint)
-        ]  # before the tables of all tensors, so that both are never in memory together
+        # Before the tables of all tensors, so that both are never in memory together.
+        problems = [*_read_small(checkpoint)]
         files, stored = _files(checkpoint)
         nbytes = sum(file.plan.nbytes for file in files)
         sums = RecordSums.of(checkpoint)
