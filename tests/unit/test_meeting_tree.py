@@ -14,6 +14,7 @@ import threading
 import time
 import unittest
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from fsdp_optim.transport import long_wait, meeting
 from fsdp_optim.transport.agree import agree, all_equal, all_gather_bytes
-from fsdp_optim.transport.stored_verdict import joined, ranks_in, runs_of
+from fsdp_optim.transport.stored_verdict import TreeSummary, joined, ranks_in, runs_of
 from fsdp_optim.transport.tree import Tree
 
 SIZES = (2, 8, 64, 512, 4096)
@@ -128,24 +129,27 @@ class OnThreads(unittest.TestCase):
     """Programs on ranks that are threads, in a tree with few ranks below each."""
 
     def on(self, fanout: int, size: int, program: Callable[[StoreWorld], Any], quiet: float = 5.0) -> list[Any]:
-        shared, results = HashStore(), [None] * size
+        shared = HashStore()
         worlds = [StoreWorld(lambda: shared, rank, size) for rank in range(size)]
+        ranks: list[Future[Any]] = [Future() for _ in worlds]
 
         def body(world: StoreWorld) -> None:
-            results[world.rank] = program(world)
+            try:
+                ranks[world.rank].set_result(program(world))
+            except Exception as error:
+                ranks[world.rank].set_exception(error)
 
         with (
             mock.patch.object(meeting, "_FANOUT", fanout),
             mock.patch.object(meeting, "_QUIET", quiet),
             mock.patch.object(long_wait, "_ASK_EVERY", 0.02),
         ):
-            threads = [threading.Thread(target=body, args=(world,)) for world in worlds]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(2 * LONG)
-                self.assertFalse(thread.is_alive(), "a rank hangs")
-        return results
+            for world in worlds:
+                threading.Thread(target=body, args=(world,), daemon=True).start()
+            wait(ranks, 2 * LONG, FIRST_EXCEPTION)
+            failed = [rank for rank in ranks if rank.done() and rank.exception()]
+            self.assertTrue(failed or all(rank.done() for rank in ranks), "a rank hangs")
+            return [rank.result() for rank in failed or ranks]  # raises the error of a rank that failed
 
     def check_alike(self, results: Sequence[Result], kind: str, *words: str) -> None:
         self.assertEqual({name for name, _ in results}, {kind}, results)
@@ -243,23 +247,42 @@ class FailingTest(OnThreads):
 
 
 class MissingTest(OnThreads):
+    def setUp(self) -> None:
+        self.last: dict[int, int] = {}  # by rank, the number of the last meeting to which it has come
+        publish = meeting.Meeting._publish
+
+        def noted(entered: meeting.Meeting, statement: meeting.Statement) -> TreeSummary:
+            summary = publish(entered, statement)
+            self.last[entered.group.rank] = entered.number
+            return summary
+
+        patched = mock.patch.object(meeting.Meeting, "_publish", noted)
+        patched.start()
+        self.addCleanup(patched.stop)
+
+    def wait_until_next(self, raised: dict[int, int], num_ranks: int) -> None:
+        """Wait until as many ranks have raised, and all of these have come to a meeting after the one in which they have.
+
+        `raised`: by rank, the number of the meeting in which it has raised.
+        """
+        while len(raised) < num_ranks or any(self.last[rank] == number for rank, number in list(raised.items())):
+            time.sleep(0.001)
+
     @parameterized.expand([(fanout, size) for fanout, size in TREES if size > 1])
     def test_a_missing_rank_at_each_position_is_named_and_can_join(self, fanout: int, size: int) -> None:
         def program(world: StoreWorld) -> list[Result]:
             seen = []
             for absent in range(size):
                 if world.rank == absent:
-                    while len(raised[absent]) < size - 1:
-                        time.sleep(0.001)
-                    time.sleep(0.05)  # the others are in the next meeting
+                    self.wait_until_next(raised[absent], size - 1)
                 else:
                     seen.append(told(lambda: agree(world.all(0.5), "alone")))
-                    raised[absent].append(world.rank)
+                    raised[absent][world.rank] = self.last[world.rank]
                 agree(world.all(), "together")
                 agree(world.all(), "still")
             return seen
 
-        raised: list[list[int]] = [[] for _ in range(size)]
+        raised: list[dict[int, int]] = [{} for _ in range(size)]
         by_rank = self.on(fanout, size, program)
         for absent in range(size):
             seen = [results[absent - (absent > rank)] for rank, results in enumerate(by_rank) if rank != absent]
@@ -273,13 +296,13 @@ class MissingTest(OnThreads):
             for only in range(size):
                 if world.rank == only:
                     seen.append(told(lambda: agree(world.all(0.6), "alone")))
-                    raised.append(only)
-                while only not in raised:
-                    time.sleep(0.001)
+                    raised[only][only] = self.last[only]
+                else:
+                    self.wait_until_next(raised[only], 1)
                 agree(world.all(), "together")
             return seen
 
-        raised: list[int] = []
+        raised: list[dict[int, int]] = [{} for _ in range(size)]
         for only, [(kind, text)] in enumerate(self.on(fanout, size, program)):
             self.assertEqual(kind, "RankTimeoutError")
             for rank in range(size):
