@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fsdp_optim import RankError, StateError
@@ -27,6 +27,7 @@ WORLD = 3
 _LONG = 60.0  # seconds; a rank that waits for it hangs
 _SHORT = 1.0
 _PAUSE = 0.8  # seconds; long enough for another rank to come to the meeting that it is going to
+_PLACE = "rank {} has raised"
 _LARGE = 5_000_000  # bytes of what a rank tells
 
 
@@ -107,20 +108,27 @@ def _one_does_not_come(absent: int) -> list[Error]:
     errors = [("", "")]
     if world.rank != absent:
         errors = [error_text(lambda: agree(_group(timeout=_SHORT), "alone"))]
+        _tell_that_it_has_raised()
     else:
-        time.sleep(_SHORT + 4 * _PAUSE)
-    return [*errors, error_text(lambda: agree(_group(), "together")), error_text(lambda: agree(_group(), "still"))]
+        _wait_until_raised(rank for rank in range(world.size) if rank != absent)
+        time.sleep(2 * _PAUSE)
+    errors += [error_text(lambda: agree(_group(), "together")), error_text(lambda: agree(_group(), "still"))]
+    _tell_nothing()
+    return errors
 
 
 def _comes_too_late() -> list[Error]:
     """The last rank comes when the others have given up, and have gone nowhere else."""
     world = world_here()
-    late = world.rank == world.size - 1
+    last = world.size - 1
     agree(_group(), "all are here")
-    time.sleep(_SHORT + 4 * _PAUSE if late else 0.0)
+    if world.rank == last:
+        _wait_until_raised(range(last))
     error = error_text(lambda: agree(_group(timeout=_SHORT), "alone"))
-    time.sleep(0.0 if late else 6 * _PAUSE)
+    _tell_that_it_has_raised()
+    _wait_until_raised([last])
     agree(_group(), "afterwards")
+    _tell_nothing()
     return [error]
 
 
@@ -149,27 +157,41 @@ def _wait_for_each_other(last: int) -> Error:
 def _comes_after_a_deadlock() -> Error:
     """Ranks 0 and 1 wait for each other in two meetings; rank 2 comes to that of all ranks when they have raised."""
     world = world_here()
-    place = {0: "until 0 has raised", 2: "until 2 has raised"}
-    if world.rank in place:
-        world.control.claim(f"holder {world.rank}", place[world.rank])
-    agree(_group(), "claimed")
     if world.rank == 2:
-        _wait_until_free(place[0])
+        _wait_until_raised([0])
     ranks = (0, 1) if world.rank == 1 else range(world.size)
     error = error_text(lambda: agree(_group("gather", ranks), "read"))
-    if world.rank in place:
-        world.control.release(f"holder {world.rank}", place[world.rank])
-    _wait_until_free(place[2])
+    _tell_that_it_has_raised()
+    _wait_until_raised([2])
     agree(_group(), "afterwards")
+    _tell_nothing()
     return error
 
 
-def _wait_until_free(place: str) -> None:
-    """Wait until the holder of a place has released it."""
+# Outside of any meeting, a rank tells by a place that it holds that it has raised.
+
+
+def _tell_that_it_has_raised() -> None:
+    _claim_until_it_is_held(f"rank {world_here().rank}", world_here().rank)
+
+
+def _tell_nothing() -> None:
     world = world_here()
-    while world.control.claim(f"waits {world.rank}", place) != f"waits {world.rank}":
+    world.control.release(f"rank {world.rank}", _PLACE.format(world.rank))
+
+
+def _wait_until_raised(ranks: Iterable[int]) -> None:
+    for rank in ranks:
+        _claim_until_it_is_held(f"waits {world_here().rank}", rank)
+
+
+def _claim_until_it_is_held(who: str, rank: int) -> None:
+    """Claim the place of a rank again and again, until that rank holds it; ranks that wait give it back at once."""
+    control, place = world_here().control, _PLACE.format(rank)
+    while (holder := control.claim(who, place)) != f"rank {rank}":
+        if holder == who:
+            control.release(who, place)
         time.sleep(0.01)
-    world.control.release(f"waits {world.rank}", place)
 
 
 def _some_of_the_ranks() -> list[list[bytes]]:

@@ -72,20 +72,14 @@ class _Root:
             return None
         return part[len(self.head) + 1 :], *path[depth + 1 :]
 
-    def split(self, paths: Mapping[str, Path]) -> tuple[dict[str, Path], dict[str, Path]]:
-        """Return `rest_of` of the paths that lie here, by key, and the other paths."""
-        inside, outside = dict[str, Path](), dict[str, Path]()
+    def inside(self, paths: Mapping[str, Path]) -> dict[str, Path]:
+        """Return `rest_of` of the paths that lie here, by key."""
         path, depth = self.path, len(self.path)
-        for key, other in paths.items():  # there may be very many
-            if other[:depth] != path or len(other) == depth:
-                outside[key] = other
-            elif not self.head:
-                inside[key] = other[depth:]
-            elif (rest := self.rest_of(other)) is not None:
-                inside[key] = rest
-            else:
-                outside[key] = other
-        return inside, outside
+        if self.head:
+            rests = ((key, self.rest_of(other)) for key, other in paths.items())
+            return {key: rest for key, rest in rests if rest is not None}
+        # There may be very many.
+        return {key: other[depth:] for key, other in paths.items() if other[:depth] == path and len(other) > depth}
 
     def is_above(self, other: _Root) -> bool:
         return self != other and self.rest_of((*other.path, *([other.head] if other.head else []), GROUPS)) is not None
@@ -107,15 +101,15 @@ def meaning_of(where: str, paths: Mapping[str, Path], tensors: Mapping[str, int]
     for root in _optimizer_roots(paths.values()):
         if root == _TOP:
             members[root] = {key: path for key, path in rest.items() if _is_of_optimizer(path[0])}
-            rest = {key: path for key, path in rest.items() if not _is_of_optimizer(path[0])}
         else:
-            members[root], rest = root.split(rest)
+            members[root] = root.inside(rest)
+        rest = _without(rest, members[root])
     roots = _in_order(where, [*members])
     optimizers = [_optimizer_tree(f"{where}: {root}", members[root]) for root in roots]
     fqns = {fqn for root in roots for fqn in _fqns(members[root].values())}
     model = _model_root(where, {key: rest[key] for key in rest if key in tensors}, fqns, roots, tensors)
     is_above = model is not None and model != _TOP
-    inside_model = model.split(rest)[0] if model is not None else {}
+    inside_model = model.inside(rest) if model is not None else {}
     weights: dict[str, str] = {}
     module_values: dict[str, Any] = {}
     extra: dict[Any, Any] = {}
@@ -135,8 +129,9 @@ def meaning_of(where: str, paths: Mapping[str, Path], tensors: Mapping[str, int]
 def recorded_meaning(where: str, paths: Mapping[str, Path], tensors: Container[str], roles: SavedRoles) -> Meaning:
     """Return the meaning of keys as the writer has recorded it. `tensors`: the keys of tensors."""
     optim, model, trainers = _recorded_root(roles.optim), _recorded_root(roles.model), frozenset(roles.state)
-    members, rest = optim.split(paths) if optim is not None else ({}, paths)
-    inside_model = model.split(rest)[0] if model is not None else {}
+    members = optim.inside(paths) if optim is not None else {}
+    rest = _without(paths, members)
+    inside_model = model.inside(rest) if model is not None else {}
     weights: dict[str, str] = {}
     module_values: dict[str, Any] = {}
     extra: dict[Any, Any] = {}
@@ -166,6 +161,10 @@ def as_trees(where: str, paths: Mapping[str, Path]) -> Meaning:
 
 
 # ------------------------------------------------------------------------------------------- the optimizer
+
+
+def _without(paths: Mapping[str, Path], members: Mapping[str, Path]) -> Mapping[str, Path]:
+    return {key: path for key, path in paths.items() if key not in members} if members else paths
 
 
 def _is_of_optimizer(part: str | int) -> bool:
