@@ -8,6 +8,7 @@ import unittest
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from kit.wraps import in_fsdp2
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.buckets.objects.staging import ObjectStaging
 from fsdp_optim.buckets.s3 import S3Bucket
 from fsdp_optim.testing import RankPool
 
@@ -45,22 +47,32 @@ def race(job: int, port: int, root: str, options: Options, rounds: int) -> list[
     def save(number: int, overwrite: bool) -> Outcome:
         asked: Options = {"overwrite": overwrite, "storage_options": options, "progress": False}
         place = f"{root}/step-{number}"
-        meet(starts, f"{number} {overwrite}")
-        time.sleep(moments.uniform(0, 0.1) if dist.get_rank() == 0 else 0)
-        return error_text(
-            lambda: fsdp_optim.save(
-                place, model, optim, state={"job": job}, **as_options(fsdp_optim.SaveOptions, **asked)
+        meet(starts, f"{number} {overwrite}", 4)
+        pause = moments.uniform(0, 0.1)
+        time.sleep(pause if dist.get_rank() == 0 else 0)
+
+        def commit(*args: Any, **kwargs: Any) -> None:
+            if not overwrite:  # nothing was there when either job has begun
+                meet(starts, f"{number} committed", 2)
+                time.sleep(pause)
+            real(*args, **kwargs)
+
+        real = ObjectStaging.commit
+        with mock.patch.object(ObjectStaging, "commit", commit):
+            return error_text(
+                lambda: fsdp_optim.save(
+                    place, model, optim, state={"job": job}, **as_options(fsdp_optim.SaveOptions, **asked)
+                )
             )
-        )
 
     for number in range(rounds):
         outcomes.append((save(number, False), save(number, True)))
     return outcomes
 
 
-def meet(starts: dist.Store, name: str) -> None:
-    """Wait for the ranks of both jobs."""
-    if starts.add(name, 1) == 4:
+def meet(starts: dist.Store, name: str, num_processes: int) -> None:
+    """Wait for processes of both jobs."""
+    if starts.add(name, 1) == num_processes:
         starts.set(f"{name}: go", b"")
     starts.wait([f"{name}: go"])
 
