@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -125,6 +126,23 @@ class ConvertTest(SharedFolder):
         with self.assertRaisesRegex(CheckpointError, "optim.safetensors.*not those that were saved"):
             fsdp_optim.convert(source, target, options=fsdp_optim.ConvertOptions(max_file_size=100, durable=False))
         self.assertEqual([path.name for path in self.root.iterdir() if "from damaged" in path.name], [])
+
+    def test_pickled_values_are_copied_with_the_tensors_beside_them_and_never_left_out(self) -> None:
+        values = {"own": {"made": unittest.TestCase, "ema": torch.ones(3)}, "plain": torch.zeros(2)}
+        source = self.root / "pickled"
+        asked = fsdp_optim.SaveOptions(allow_pickle=True, durable=False)
+        fsdp_optim.save(source, torch.nn.Linear(2, 2), state=values, options=asked)
+        for again in ("first", "second"):
+            target = self.root / f"{again} of pickled"
+            fsdp_optim.convert(source, target, options=fsdp_optim.ConvertOptions(max_file_size=1, durable=False))
+            fsdp_optim.verify(target)
+            got = fsdp_optim.load(target, options=fsdp_optim.LoadOptions(allow_pickle=True)).state
+            check_same(again, {name: got[name] for name in values}, values)
+            source = target
+        for format in ("dcp", "torch", "torch_file"):
+            with self.assertRaisesRegex(CheckpointError, "has a pickled value, .*give allow_pickle=True"):
+                fsdp_optim.convert(source, self.root / "refused", format=format)
+            self.assertFalse((self.root / "refused").exists())
 
     def test_what_is_there_stays(self) -> None:
         source, target = self.root / "saved" / "FSDP2", self.root / "taken"

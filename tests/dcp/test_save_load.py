@@ -117,13 +117,46 @@ def ends_of_lists(root: Path) -> None:
     check_same("one value", longer, {"losses": [1, 2]})
 
 
+def empty_dicts(root: Path) -> None:
+    """torch saves nothing of a dict without values, so its checkpoints lack what the tree here has."""
+    model = nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for name, state_of in (("torch's", get_state_dict), ("ours", dcp.get_state_dict)):
+        weights, groups = state_of(model, optim)
+        tree: dict[str, Any] = {"model": weights, "optim": groups, "seen": {}, "app": {"n": 1, "runs": {"best": {}}}}
+        check_same("the optimizer has no state", groups["state"], {})
+        torch_dcp.save(tree, checkpoint_id=root / name)
+        for load in (torch_dcp.load, dcp.load):
+            emptied, seen, best = emptied_tree(tree), {}, {}
+            into = {**emptied, "seen": seen, "app": {"n": 0, "runs": {"best": best}}}
+            load(into, checkpoint_id=root / name)
+            check_same(f"{name}, {load.__module__}", into, tree)
+            check_same("the same dicts", (into["seen"] is seen, into["app"]["runs"]["best"] is best), (True, True))
+    dcp.save({"w": torch.ones(2), "seen": {}}, checkpoint_id=root / "own")
+    for lacking in ({"seen": {"x": {}}}, {"seen": {}, "more": [{}], "other": {}}):
+        into = {"w": torch.zeros(2), **lacking}
+        dcp.load(into, checkpoint_id=root / "own")
+        check_same("ours lacks it too", into, {"w": torch.ones(2), **lacking})
+
+
+def emptied_tree(tree: Any) -> Any:
+    """A tree with zeros in the place of its tensors and numbers."""
+    if isinstance(tree, dict):
+        return {key: emptied_tree(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [emptied_tree(value) for value in tree]
+    return torch.zeros_like(tree) if isinstance(tree, torch.Tensor) else type(tree)(0) if type(tree) is float else tree
+
+
 def what_is_refused(root: Path) -> None:
     dcp.save({"d": {"x": torch.arange(4.0)}, "list": [torch.ones(4)], "step": 1}, checkpoint_id=root / "a")
     kept = torch.full((4,), -1.0)
     for tree, words in (
         ({"d": {"x": kept, "y": kept}}, ("state['d']['y']: this call has it, the checkpoint does not",)),
         ({"d": {"x": kept, "n": 1}}, ("state['d']['n']: this call has it, the checkpoint does not",)),
+        ({"d": {"x": kept, "in": {"e": {}, "n": None}}}, ("state['d']['in']: this call has it, the checkpoint",)),
         ({"d": {"x": kept}, "other": 1}, ("state['other']: this call has it and the checkpoint does not",)),
+        ({"d": {"x": kept}, "other": {"e": {}, "l": []}}, ("state['other']: this call has it and the checkpoint",)),
         ({"list": [kept, {"n": 1}]}, ("state['list'][1]: this call has it, the checkpoint does not",)),
         ({"list": [kept, kept]}, ("state['list'][1]: this call has it, the checkpoint does not",)),
         ({"d": {"x": torch.zeros(5)}}, ("state['d']['x']: shape [4] in the checkpoint, [5] here",)),
@@ -168,7 +201,14 @@ def at_another_world_size(root: Path) -> None:
 
 
 def on_ranks(root: Path) -> None:
-    for case in (trees_of_trainers, plain_values_and_identity, ends_of_lists, what_is_refused, groups_of_ranks):
+    for case in (
+        trees_of_trainers,
+        plain_values_and_identity,
+        ends_of_lists,
+        empty_dicts,
+        what_is_refused,
+        groups_of_ranks,
+    ):
         case(root / case.__name__)
 
 

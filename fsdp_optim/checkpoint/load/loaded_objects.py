@@ -12,6 +12,7 @@ import torch
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.random_states import check_random_states, set_random_states
 from fsdp_optim.checkpoint.common.run_state import PerRank, RunState, is_stateful
+from fsdp_optim.checkpoint.common.trees import is_unsaved
 from fsdp_optim.checkpoint.load.loaded_trees import LoadedTrees, asked_of
 from fsdp_optim.checkpoint.load.resharded_state import RanksHere, resharded
 from fsdp_optim.checkpoint.load.saved_state import Guarded, SavedState, UnreadTree, complete, key_of
@@ -131,7 +132,7 @@ class LoadedObjects:
 
     def _check_names(self, saved: SavedState) -> None:
         here, there = dict.fromkeys(self._state.named), dict.fromkeys([*saved.common, *saved.own, *saved.absent])
-        missing = [name for name in here if name not in there]
+        missing = [name for name in here if name not in there and not self._needs_nothing(name)]
         unexpected = [name for name in there if name not in here]
         refused = [] if self._allows_unexpected else unexpected
         if self._strict and (missing or refused):
@@ -154,6 +155,10 @@ class LoadedObjects:
             )
         self.missing_keys = tuple(map(key_of, missing))
         self.unexpected_keys = tuple(map(key_of, unexpected))
+
+    def _needs_nothing(self, name: str) -> bool:
+        """Return whether a tree is one that torch's checkpoints have nothing of, in a load for which this is enough."""
+        return self._allows_unexpected and is_unsaved(self._state.named[name])
 
     def _check_trees(self, saved: SavedState, where: str) -> None:
         for name, value in self._state.in_turn:

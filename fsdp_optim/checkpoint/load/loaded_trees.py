@@ -87,14 +87,14 @@ class LoadedTrees:
                 self._add_target(name, path, key, live[path])
 
     def check_keys(self, saved: Any, tree: Any, path: tuple[Any, ...]) -> None:
-        """Note the keys of dicts that the checkpoint does not have."""
+        """Note the keys of dicts that the checkpoint does not have, but none whose values torch saves nothing of."""
         if isinstance(tree, Mapping):
             here = dict(items_of(saved)) if isinstance(saved, Mapping) else {}
             for key, item in tree.items():
-                if key not in here:
-                    self.missing.append(shown((*path, key)))
-                else:
+                if key in here:
                     self.check_keys(here[key], item, (*path, key))
+                elif not is_unsaved(item):
+                    self.missing.append(shown((*path, key)))
         elif isinstance(tree, (list, tuple)) and isinstance(saved, (list, tuple)):
             is_filled = isinstance(tree, list) and is_opened(tree)  # else another list takes its place
             if len(tree) == len(saved) or is_filled:

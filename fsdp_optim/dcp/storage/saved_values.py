@@ -6,14 +6,26 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.foreign.archive.torch_archive import names_read
+from fsdp_optim.formats.base.codec import Encoder
 from fsdp_optim.formats.base.tree_values import BRANCHES, items_of
 from fsdp_optim.tensors.elements import MOST_DEEP
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, io.BytesIO)
-_MAKES_BYTES = frozenset({"_io.BytesIO", "builtins.bytes", "__builtin__.bytes"})  # which torch.load refuses as weights
+_KEPT = (
+    numpy.ndarray,
+    numpy.generic,
+    bytearray,
+    range,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+)  # as far as the codec has a form
+_MOST_DROPPED = 1 << 16  # items of a list that torch has saved nothing of
 
 
 def value_in(data: bytes) -> tuple[Any, bool]:
@@ -26,11 +38,12 @@ def value_in(data: bytes) -> tuple[Any, bool]:
 
 
 def _plain_value(data: bytes) -> Any:
-    """Return the value in bytes of `torch.save` that name no class but those of plain values: BytesIO too, and empty bytes."""
-    named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-    if named and _MAKES_BYTES.issuperset(named):
-        return torch.load(io.BytesIO(data), weights_only=False)
-    return torch.load(io.BytesIO(data), weights_only=True)
+    """Return the value in bytes of `torch.save` that name no class but those that this library reads in files of torch."""
+    named = {
+        name.replace("__builtin__.", "builtins.")
+        for name in torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+    }
+    return torch.load(io.BytesIO(data), weights_only=not named or not names_read().issuperset(named))
 
 
 def bytes_with(value: Any) -> io.BytesIO:
@@ -42,15 +55,27 @@ def bytes_with(value: Any) -> io.BytesIO:
 
 
 def is_plain_value(value: Any, depth: int = 0) -> bool:
-    """Return whether a value comes back exactly: numbers, text and bytes in dicts, lists and tuples."""
+    """Return whether a value comes back exactly: numbers, text, bytes and arrays in dicts, lists, tuples and sets."""
     if type(value) in _LEAVES:
         return not (type(value) is int and value.bit_length() > 4096) and not (
             type(value) is str and not value.isascii() and not _is_utf8(value)
         )
+    if isinstance(value, _KEPT):
+        return _is_encoded(value)
+    if type(value) in (set, frozenset):
+        return all(is_plain_value(item, depth + 1) for item in value)
     if type(value) not in BRANCHES or depth > MOST_DEEP // 2:
         return False
     keys_are_plain = not isinstance(value, Mapping) or all(is_plain_value(key, depth + 1) for key in value)
     return keys_are_plain and all(is_plain_value(item, depth + 1) for _, item in items_of(value))
+
+
+def _is_encoded(value: Any) -> bool:
+    try:
+        Encoder().encode("", value)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _is_utf8(text: str) -> bool:
@@ -107,13 +132,16 @@ class _Branch(dict[Any, Any]):
 
 
 def _listed(branch: Any) -> Any:
-    """Return lists in the place of branches whose keys are the numbers from 0 on, and dicts in the place of all others."""
+    """Return lists in the place of branches whose keys are numbers, and dicts in the place of all others.
+
+    A number that is lacking is an empty dict, of which torch saves nothing.
+    """
     if type(branch) is not _Branch:
         return branch
     made = {part: _listed(inner) for part, inner in branch.items()}
-    if made and set(made) == set(range(len(made))) and all(type(part) is int for part in made):
-        return [made[number] for number in range(len(made))]
-    return made
+    if not made or not all(type(part) is int and 0 <= part < len(made) + _MOST_DROPPED for part in made):
+        return made
+    return [made.get(number, {}) for number in range(max(made) + 1)]
 
 
 def at_path(tree: Any, path: Sequence[str | int]) -> Any:

@@ -25,6 +25,7 @@ from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, StoredTensor
 from fsdp_optim.formats.base.tree_values import InFile
+from fsdp_optim.formats.own.planned_values import PlannedValues
 from fsdp_optim.tensors.memory import dtype_named
 
 _STATE, _GROUPS = "state", "param_groups"
@@ -64,7 +65,10 @@ class TorchKeys:
         `model`, `optim`: the names of the model's and the optimizer's dict; "": at the top; None: as they were saved.
         """
         keys, how = cls(), record_of(index)
-        tree = index.extras[COMMON].as_tree(allow_pickle=allow_pickle) if COMMON in index.extras else {}
+        common = index.extras.get(COMMON)
+        if isinstance(common, PlannedValues):
+            common = common.kept  # torch reads the bytes of its objects itself
+        tree = common.as_tree(allow_pickle=allow_pickle) if common is not None else {}
         if "paths" in how:
             keys._add_planned(index, tree, how)
         else:

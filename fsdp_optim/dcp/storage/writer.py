@@ -31,9 +31,10 @@ class Writer(AtPath, StorageWriter):
 
     The planner is torch's, or any other: each rank writes the boxes that its plan gives to it, into one full copy of each tensor
     in `state.safetensors`, under the planner's keys, with checksums. Values that are no tensors are kept as plain values, in the
-    dict that was saved; an object that is not plain (`torch.load(weights_only=True)` refuses it, say) is kept as torch's bytes.
-    The coordinator puts the manifest last: before that, and after a failure or a kill, the checkpoint that was there stays.
-    `Reader` reads the checkpoint, and so do `fsdp_optim.load(path, state=...)`, `verify`, and safetensors.
+    dict that was saved; an object of another class is kept as torch's bytes, which a `Reader` gives to torch, and of which other
+    loads make the object with allow_pickle=True. The coordinator puts the manifest last: before that, and after a failure or a
+    kill, the checkpoint that was there stays. `Reader` reads the checkpoint, and so do `fsdp_optim.load(path, state=...)`,
+    `verify`, and safetensors.
 
     Every rank makes a Writer of the same arguments. Errors arrive in torch's CheckpointException, as CheckpointError with the
     name of the tensor or the file. Memory beyond the state dict: `bucket_nbytes` for copies of boxes that are on a device or

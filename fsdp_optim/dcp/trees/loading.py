@@ -75,7 +75,7 @@ def load(
         # An object on the meta device is refused, because its load_state_dict() would pass over the values.
         ready = {name: state if is_stateful(state_dict[name]) else with_memory(state) for name, state in states.items()}
         saved = _load(place_of(checkpoint_id), ready, process_group, options, alone=no_dist)
-        loaded = {name: _filled(state, saved[name]) for name, state in states.items()}
+        loaded = {name: _filled(state, saved[name]) if name in saved else state for name, state in states.items()}
     for name, state in sorted(
         loaded.items(), key=itemgetter(0)
     ):  # as torch: a load_state_dict() may be a collective call
@@ -137,7 +137,7 @@ def _filled(live: Any, saved: Any) -> Any:
     if is_tree_tensor(live) and is_tree_tensor(saved) and not is_on_meta(live):
         return live
     if isinstance(live, dict) and isinstance(saved, Mapping):
-        for key in live:
+        for key in live.keys() & saved.keys():  # torch saves nothing of an empty dict, which stays
             live[key] = _filled(live[key], saved[key])
         return live
     is_list = type(live) is list and isinstance(saved, list)

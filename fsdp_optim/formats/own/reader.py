@@ -29,6 +29,7 @@ from fsdp_optim.formats.base.tree_values import keys_in, with_tensors
 from fsdp_optim.formats.own.extras import Extra, read_extra
 from fsdp_optim.formats.own.folders import folder_of, in_folder, joined_key, models_with_optim, stem_of, stems_of
 from fsdp_optim.formats.own.manifest import FINGERPRINT, NAME, FileInfo, Manifest, ModelInfo, manifest_in
+from fsdp_optim.formats.own.planned_values import planned_extras
 from fsdp_optim.formats.own.small_files import MOST_INDEX_NBYTES, fingerprint_in, read_small
 from fsdp_optim.results.fingerprints import Fingerprint
 from fsdp_optim.storage.base import Opened, check_name
@@ -181,7 +182,10 @@ class Checkpoint:
             ),
             self.manifest.model.aliases,
             StoredOptim(self.optim, self._decoded_optim) if self.manifest.has_optim else None,
-            {name.removeprefix(_EXTRA).removesuffix(_SUFFIX): _LazyExtra(self, name) for name in names},
+            planned_extras(
+                self.where,
+                {name.removeprefix(_EXTRA).removesuffix(_SUFFIX): _LazyExtra(self, name) for name in names},
+            ),
             trees=self.trees,
             identify=self._identity,
             read_fingerprint=self._fingerprint,

@@ -134,7 +134,9 @@ def name_source(
     aliases = index.aliases if parts is None else renamed_aliases(index, weights, parts)
     optim = _Optim.of(checkpoint, index, naming, weights, parts or frozenset(), allow_pickle=allow_pickle)
     left_out: list[str] = []
-    named = keys_in(index.extras[COMMON].as_tree(allow_pickle=allow_pickle)) if index.trees else ()
+    trees = index.trees
+    if trees and not index.facts.names_are_fqns:  # those of values that are left out are left out too
+        trees = {key: trees[key] for key in keys_in(index.extras[COMMON].as_tree(allow_pickle=allow_pickle))}
     new = replace(
         index,
         weights=weights,
@@ -142,13 +144,13 @@ def name_source(
         aliases=aliases,
         optim=optim.stored_optim,
         extras={name: _SourceExtra(index, name, left_out) for name in index.extras if name != PLANNED},
-        trees={key: index.trees[key] for key in named},
+        trees=trees,
         source=checkpoint,
     )
     stored = {
         **_stored(weights, {}),
         **optim.stored,
-        **{(False, key, TREE): tensor for key, tensor in new.trees.items()},
+        **{(False, key, TREE): tensor for key, tensor in trees.items()},
     }
     return NamedSource(new, optim.values, stored, left_out)
 
@@ -165,17 +167,14 @@ class _SourceExtra(StoredExtra):
     left_out: list[str]
 
     def decoded(self, *, allow_pickle: bool) -> Any:
-        stored = self.index.extras[self.name]
-        if self.index.facts.names_are_fqns:
-            return stored.decoded(allow_pickle=allow_pickle)
-        return self._readable(stored.decoded_each(allow_pickle=allow_pickle))
+        return self._readable(self.index.extras[self.name].decoded_each(allow_pickle=allow_pickle))
 
     def _readable(self, value: Any) -> Any:
-        """Return a value without the items that are not read."""
+        """Return a value without the items that are left out. Raises CheckpointError for others that are not read."""
         items = value if isinstance(value, Mapping) else {"": value}
         withheld = {key: item for key, item in items.items() if isinstance(item, Withheld)}
         for item in withheld.values():
-            if not item.is_unsafe:
+            if not item.is_unsafe or self.index.facts.names_are_fqns:
                 raise CheckpointError(item.why)
             self.left_out.append(item.why)
         if not withheld:
@@ -186,9 +185,7 @@ class _SourceExtra(StoredExtra):
         return self.decoded(allow_pickle=allow_pickle)
 
     def as_tree(self, *, allow_pickle: bool) -> Any:
-        stored = self.index.extras[self.name]
-        return self._readable(stored.as_tree(allow_pickle=allow_pickle))
-
+        return self._readable(self.index.extras[self.name].as_tree(allow_pickle=allow_pickle))
 
 def _which_weights(index: CheckpointIndex) -> WhichWeights:
     """Return which weights a checkpoint has. Another library's checkpoint is taken to have all weights."""
