@@ -372,6 +372,30 @@ class TestEvidence(unittest.TestCase):
         self.assertEqual(infer_kind("x", value, (), self.sights(("x", (3,), value))), Kind.SCALAR)
         self.assertEqual(infer_kind("step", value, (), self.sights(("step", (3,), torch.zeros(3)))), Kind.SHARDED)
 
+    def test_one_number_for_each_row(self) -> None:
+        """Vectors have such values in their own shape, whatever their number; a shard is a mistake."""
+        vectors = [("v", (size,), (size,)) for size in (1, 3, 5, 6)]
+        for is_mistake, seen in (
+            (False, [("v", (3, 4), (3,))]),
+            (False, [("v", (3, 4), (3, 1))]),
+            (False, [("v", (3, 4), (3,)), ("v", (8, 2, 5, 5), (8,)), ("v", (2, 1), (2,))]),
+            (False, [("v", (3, 4), (3, 1)), ("v", (8, 2, 5, 5), (8, 2, 1, 1)), ("v", (2, 1), (2, 1))]),
+            (False, [("v", (8, 2, 5, 5), (8, 5, 5))]),
+            (True, [("v", (3, 4), (1, 4))]),  # a row
+            (True, [("v", (3, 4), (4,))]),
+            (True, [("v", (3, 4), (3, 2))]),
+            (True, [("v", (3, 4), (3, 1, 1))]),
+            (True, [("v", (2, 3, 4), (2, 4, 3))]),
+            (True, [("v", (3, 4), (3,)), ("v", (5, 4), (5, 4))]),
+            (True, [("v", (3, 4), (3,)), ("v", (5, 4), (2, 4))]),
+            (True, [("v", (3, 4), (3,)), ("v", (7,), (2,))]),
+            (True, [("v", (3, 4), (3,)), ("v", (5, 4), ())]),
+        ):
+            for name in ("v", "exp_avg_sq"):
+                zeros = [(name, param, torch.zeros(shape)) for _, param, shape in (*vectors, *seen)]
+                with self.subTest(name=name, seen=seen):
+                    self.assertEqual(self.sights(*zeros).must_follow(name), is_mistake)
+
     def test_words_of_cuts(self) -> None:
         self.assertIsNone(cut_named(""))
         self.assertEqual(cut_named("1"), (1, ()))

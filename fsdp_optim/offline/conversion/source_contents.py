@@ -187,6 +187,7 @@ class _SourceExtra(StoredExtra):
     def as_tree(self, *, allow_pickle: bool) -> Any:
         return self._readable(self.index.extras[self.name].as_tree(allow_pickle=allow_pickle))
 
+
 def _which_weights(index: CheckpointIndex) -> WhichWeights:
     """Return which weights a checkpoint has. Another library's checkpoint is taken to have all weights."""
     which = index.facts.weights.which

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -53,6 +53,7 @@ class Observation(NamedTuple):
         shape: the shape of the parameter's tensor beside it.
         fits: whether the value has that shape.
         is_tensor: whether the value is a tensor with dimensions.
+        is_reduced: whether the value has one number for each row of the parameter, or for each few rows of its later dimensions.
     """
 
     name: object
@@ -60,6 +61,7 @@ class Observation(NamedTuple):
     fits: bool
     is_scalar: bool
     is_tensor: bool
+    is_reduced: bool = False
 
 
 @dataclass
@@ -68,6 +70,8 @@ class _Count:
     small: int = 0  # values that fit a parameter of at most one element, which is weak evidence
     others: int = 0
     scalars: int = 0
+    reduced: int = 0  # of the others
+    fit_matrices: int = 0  # of those that fit; a vector has the shape of its rows, too
 
     @property
     def follows(self) -> bool | None:
@@ -76,6 +80,11 @@ class _Count:
         if not fits and not others:
             return None
         return fits > others and (not others or len(self.fits) > 1)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether all values have one number for each row: those of vectors, then, have the shape of their parameters."""
+        return 0 < self.reduced == self.others and not self.scalars and not self.fit_matrices
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,7 @@ class Evidence:
         apart: names whose values do not follow them.
         scalar: names in `apart` whose values are all scalars.
         tensors: names with at least one value that is a tensor with dimensions.
+        reduced: names whose values have one number for each row of their parameters.
         marked: whether the optimizer's values of DTensor parameters are DTensors, so that a plain tensor is no part of a DTensor.
     """
 
@@ -94,6 +104,7 @@ class Evidence:
     apart: frozenset[object] = frozenset()
     scalar: frozenset[object] = frozenset()
     tensors: frozenset[object] = frozenset()
+    reduced: frozenset[object] = frozenset()
     marked: bool = False
 
     @classmethod
@@ -110,8 +121,10 @@ class Evidence:
                 count.scalars += number
             elif not observation.fits:
                 count.others += number
+                count.reduced += number if observation.is_reduced else 0
             elif prod(observation.shape) > 1:
                 count.fits[observation.shape] += number
+                count.fit_matrices += number if _is_matrix(observation.shape) else 0
             else:
                 count.small += number
         known = {name: _known(name, count) for name, count in counts.items()}
@@ -121,6 +134,7 @@ class Evidence:
             apart=apart,
             scalar=frozenset(name for name in apart if not counts[name].others),
             tensors=frozenset(tensors),
+            reduced=frozenset(name for name, count in counts.items() if count.is_reduced),
             marked=marked,
         )
 
@@ -132,6 +146,8 @@ class Evidence:
 
     def must_follow(self, name: object) -> bool:
         """Return whether a value of this name without its parameter's shape is a mistake rather than a value of another kind."""
+        if name in self.reduced:  # Adam-mini and others: most parameters may be vectors, whose values fit
+            return False
         return name in self.sharded or (name in _SHARDED_NAMES and name in self.tensors)
 
     def says_scalar(self, name: object) -> bool:
@@ -161,7 +177,25 @@ def observation_of(name: object, value: object, shape: Shape) -> Observation:
     """Return the observation of a value in a full dict, for a parameter of this shape."""
     tensor = isinstance(value, torch.Tensor) and value.dim() > 0
     fits = isinstance(value, torch.Tensor) and is_plain(value) and tuple(value.shape) == shape
-    return Observation(name, shape, fits, is_scalar(value), tensor)
+    reduced = isinstance(value, torch.Tensor) and value.dim() > 0 and not fits and _is_reduced(value.shape, shape)
+    return Observation(name, shape, fits, is_scalar(value), tensor, reduced)
+
+
+def _is_matrix(shape: Shape) -> bool:
+    return len(shape) > 1 and sum(size > 1 for size in shape) > 1
+
+
+def _is_reduced(shape: Sequence[int], param: Shape) -> bool:
+    """Return whether a tensor of this shape has the rows of a parameter, and of its other dimensions one element or all.
+
+    Those with one element may be left out. A part of the rows is no such shape: that is a shard.
+    """
+    if len(param) < 2 or shape[0] != param[0]:
+        return False
+    if len(shape) == len(param):
+        return all(size in (1, full) for size, full in zip(shape, param, strict=True))
+    left = iter(param)
+    return all(size in left for size in shape)  # each after the one before
 
 
 def infer_kind(name: object, value: object, shape: Shape, evidence: Evidence) -> Kind:
