@@ -133,8 +133,8 @@ plugins: adapters buckets.objects checkpoint.common checkpoint.proof checkpoint.
 (top): api boundary errors
 dcp.dicts: adapters checkpoint.common checkpoint.load errors formats.base layout move options state.live state.merged
     state.values tensors transport verbs view
-dcp.storage: arguments checkpoint.catalog checkpoint.common checkpoint.load errors foreign.dcp formats.base formats.own
-    layout move registry storage.base tensors
+dcp.storage: arguments checkpoint.catalog checkpoint.common checkpoint.load errors foreign.archive foreign.dcp formats.base
+    formats.own layout move registry storage.base tensors
 dcp.trees: adapters arguments boundary checkpoint.common checkpoint.load checkpoint.save checkpoint.views dcp.dicts
     dcp.storage errors foreign.dcp formats.base layout layout.views options results state.dicts storage.base storage.posix
     tensors

@@ -22,7 +22,7 @@ from kit.wraps import in_fsdp2
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.staging import ObjectStaging
+from fsdp_optim.buckets.objects import ObjectStaging
 from fsdp_optim.buckets.s3 import S3Bucket
 from fsdp_optim.testing import RankPool
 

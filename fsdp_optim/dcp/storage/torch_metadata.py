@@ -25,7 +25,7 @@ from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, StoredTensor
 from fsdp_optim.formats.base.tree_values import InFile
-from fsdp_optim.formats.own.planned_values import PlannedValues
+from fsdp_optim.formats.own.extras import PlannedValues
 from fsdp_optim.tensors.memory import dtype_named
 
 _STATE, _GROUPS = "state", "param_groups"

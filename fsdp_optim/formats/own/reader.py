@@ -26,10 +26,9 @@ from fsdp_optim.formats.base.records import SavedWeights, StoredTensor
 from fsdp_optim.formats.base.saved_optim import saved_optim
 from fsdp_optim.formats.base.stored_columns import StoredColumns, StoredEntries
 from fsdp_optim.formats.base.tree_values import keys_in, with_tensors
-from fsdp_optim.formats.own.extras import Extra, read_extra
+from fsdp_optim.formats.own.extras import Extra, planned_extras, read_extra
 from fsdp_optim.formats.own.folders import folder_of, in_folder, joined_key, models_with_optim, stem_of, stems_of
 from fsdp_optim.formats.own.manifest import FINGERPRINT, NAME, FileInfo, Manifest, ModelInfo, manifest_in
-from fsdp_optim.formats.own.planned_values import planned_extras
 from fsdp_optim.formats.own.small_files import MOST_INDEX_NBYTES, fingerprint_in, read_small
 from fsdp_optim.results.fingerprints import Fingerprint
 from fsdp_optim.storage.base import Opened, check_name
