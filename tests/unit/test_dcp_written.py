@@ -27,7 +27,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.pickle_stream import number
 from fsdp_optim.foreign.archive.torch_archives import TensorKind, file_plans
 from fsdp_optim.foreign.dcp.metadata_tables import read_tables
-from fsdp_optim.foreign.dcp.values import PathGroup, ValueItem
+from fsdp_optim.foreign.dcp.values import PathGroup, ValueItem, apart, keys_in, with_apart
 from fsdp_optim.foreign.dcp.written_metadata import ListedItem, check_keys, written_pickle
 from fsdp_optim.formats.base.protocols import PlannedTensor
 from fsdp_optim.layout import Shape
@@ -240,6 +240,23 @@ class Nowhere:
 
     def write(self, _: str) -> None:
         pass
+
+
+class ApartTest(unittest.TestCase):
+    """The paths of empty dicts, under keys that are none of torch's."""
+
+    def test_back(self) -> None:
+        for path in (("a",), ("a.b", 0, "é\ud800", "0"), ("",)):
+            group = apart(path)
+            self.assertEqual(
+                with_apart("here", dict(zip(keys_in(group), group, strict=True))), {keys_in(group)[0]: path}
+            )
+        self.assertEqual(with_apart("here", {"a.b": ("a", "b")}), {"a.b": ("a", "b")})
+
+    @parameterized.expand(["", "x", "[" * 9999, "{}", "[]", '[["a"]]', "[null]", "[1.5]", "[true]"])
+    def test_no_path(self, text: str) -> None:
+        with self.assertRaisesRegex(CheckpointError, "^here: .*: is no path of an empty dict$"):
+            with_apart("here", {f"fsdp_optim_keys.empty.{text}": ("x",)})
 
 
 if __name__ == "__main__":

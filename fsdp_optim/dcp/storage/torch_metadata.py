@@ -20,7 +20,7 @@ from fsdp_optim.checkpoint.common.contents import RECORDS
 from fsdp_optim.dcp.storage.model_places import ModelPlaces, record_of
 from fsdp_optim.dcp.storage.saved_values import at_path
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.dcp.values import flattened, key_of
+from fsdp_optim.foreign.dcp.values import flattened, key_of, unasked_in
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, StoredTensor
@@ -91,7 +91,16 @@ class TorchKeys:
         if index.optim is not None:
             saved = index.optim.decoded(allow_pickle=allow_pickle, records=RECORDS)
             keys._add_optim({**saved.full, **saved.other_keys}, of_optim)
+        if "paths" not in how:
+            keys._leave_out_empty()
         return keys
+
+    def _leave_out_empty(self) -> None:
+        """Leave out the empty dicts for which torch has no keys: its load would take their keys for those of torch 2.3."""
+        leaves = [(path, self.values.get(key)) for key, path in self.paths.items()]
+        unasked = unasked_in(leaves)
+        for key in [key for key, path in self.paths.items() if path in unasked]:
+            del self.paths[key], self.values[key]
 
     def _has_below(self, place: Path) -> bool:
         return any(key.startswith(f"{key_of(place)}.") for key in self.tensors)

@@ -25,6 +25,7 @@ from fsdp_optim.foreign.dcp.metadata_pickle import (
 )
 from fsdp_optim.foreign.dcp.metadata_tables import read_tables
 from fsdp_optim.foreign.dcp.tensor_table import ItemPlace, Tensor, table_of
+from fsdp_optim.foreign.dcp.values import with_apart
 from fsdp_optim.formats.base.checksums import Digest
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.layout import Shape
@@ -73,7 +74,7 @@ def read_metadata(opened: Opened, name: str, folder: str = "") -> Metadata:
         listed, paths = {*tables.tensors.keys}, tables.paths.paths
         if () in paths.values() or not paths.keys() <= listed:
             paths = {key: path for key, path in paths.items() if path and key in listed}
-        return Metadata(*made, paths, digest.hex)
+        return Metadata(*made, with_apart(where, paths), digest.hex)
     digest = Digest()
     saved = load(where, pieces(digest))
     with as_checkpoint_error(where):
@@ -110,7 +111,7 @@ def _read(where: str, saved: SavedMetadata, folder: str, digest: str) -> Metadat
             values[key] = items[key, None]
         else:
             raise CheckpointError(f"{where}: {key}: is {in_words(value)}, neither a tensor nor bytes")
-    return Metadata(tensors, values, _paths(where, saved.planner_data, listed), digest)
+    return Metadata(tensors, values, with_apart(where, _paths(where, saved.planner_data, listed)), digest)
 
 
 def _tensor(where: str, key: str, value: SavedTensor, items: Mapping[tuple[str, Shape | None], ItemPlace]) -> Tensor:

@@ -10,7 +10,7 @@ import io
 import json
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType
@@ -45,6 +45,13 @@ VERSIONS = "versions"
 
 CLASSES = "classes"
 """The key, beside those of parts, of the classes of dicts that are no plain ones, by part."""
+
+_EMPTY = "empty"
+"""The key, beside those of parts, of empty dicts, by their path as JSON.
+
+torch.distributed.checkpoint has no keys for them. Under the key of its path, torch's load would take an empty dict for that of a
+checkpoint of torch 2.3, and look for the keys of that version.
+"""
 
 _LENGTH = 8  # bytes
 _NUMBERS = "biufc"  # kinds of numpy's dtypes
@@ -89,6 +96,42 @@ def flattened(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
             yield from flattened(item, (*path, index))
     else:
         yield path, value
+
+
+def unasked_in(leaves: Collection[tuple[Path, Any]]) -> set[Path]:
+    """Return the paths of the empty dicts for which no load of torch.distributed.checkpoint asks.
+
+    It asks for an item of a list that has nothing to save if a later one has something. `leaves`: as `flattened` yields them.
+    """
+    empty = [path for path, item in leaves if isinstance(item, Mapping) and not item]
+    if not empty:
+        return set()
+    last: dict[Path, int] = {}  # by list, the last item that has something to save
+    for path, _ in (leaf for leaf in leaves if not isinstance(leaf[1], Mapping) or leaf[1]):
+        for depth, part in enumerate(path):
+            if isinstance(part, int):
+                last[path[:depth]] = max(part, last.get(path[:depth], 0))
+    return {path for path in empty if not (path and isinstance(path[-1], int) and path[-1] < last.get(path[:-1], 0))}
+
+
+def apart(path: Path) -> PathGroup:
+    """Return the path under which an empty dict is saved that torch.distributed.checkpoint would leave out."""
+    return PathGroup((KEYS, _EMPTY), json.dumps(path))
+
+
+def with_apart(where: str, paths: Mapping[str, Path]) -> Mapping[str, Path]:
+    """Return the paths of keys, with those that empty dicts had before `apart`. Raises CheckpointError for others than of it."""
+    begin = key_of((KEYS, _EMPTY, ""))
+    moved = {}
+    for key in [key for key in paths if key.startswith(begin)]:
+        try:
+            path = json.loads(key.removeprefix(begin))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{where}: {key:.100}: is no path of an empty dict") from error
+        if not isinstance(path, list) or not path or not all(type(part) in (str, int) for part in path):
+            raise CheckpointError(f"{where}: {key:.100}: is no path of an empty dict")
+        moved[key] = tuple(path)
+    return {**paths, **moved} if moved else paths
 
 
 def other_keys_in(where: str, value: Any, path: Path = ()) -> Iterator[tuple[Path, list[Any]]]:

@@ -31,10 +31,12 @@ from fsdp_optim.foreign.dcp.values import (
     PathGroup,
     ValueFile,
     ValueItem,
+    apart,
     classes_in,
     flattened,
     items_in,
     other_keys_in,
+    unasked_in,
 )
 from fsdp_optim.foreign.dcp.written_metadata import (
     ListedItem,
@@ -248,11 +250,16 @@ def _kind_of_value(dtype: str, shape: Shape) -> TensorKind:
 def _add_value(values: ValueFile, where: str, value: Any, *groups: PathGroup) -> None:
     """Add the items of a value, each under the paths of all groups."""
     check_elements(where, value, CheckpointError)
-    for inner, item in flattened(value, ()):
+    leaves = list(flattened(value, ()))
+    unasked = unasked_in(leaves)
+    for inner, item in leaves:
         if isinstance(item, InFile):  # written with the others of its half
             continue
         name = where + "".join(f"[{part!r}]" for part in inner)
-        values.add(name, item, *(inside for group in groups for inside in _inside(group, inner)))
+        inside = [paths for group in groups for paths in _inside(group, inner)]
+        values.add(
+            name, item, *(inside if inner not in unasked else [apart(path) for paths in inside for path in paths])
+        )
 
 
 def _inside(group: PathGroup, inner: Path) -> list[PathGroup]:
