@@ -113,6 +113,19 @@ class OrderTest(CatalogTest):
                 except fsdp_optim.CheckpointError:
                     continue
 
+    def test_folders_with_any_names(self) -> None:
+        """The brief has the folder's name: what is read first of a manifest may end inside one of its characters."""
+        for step, name in enumerate(("étape", 'the "first" \\', "步骤-🙂")):
+            save(self.root / name, step=step)
+            self.check_latest(name)
+            text = (self.root / name / MANIFEST).read_bytes()
+            end = text.index(b'"world_size"')
+            self.assertEqual({briefs.summary_in("here", text[:at]) for at in range(end)}, {None})
+        self.assertEqual(
+            [(info.step, info.complete) for info in fsdp_optim.checkpoints(self.root)],
+            [(2, True), (1, True), (0, True)],
+        )
+
     @parameterized.expand(("model.safetensors", "optim.safetensors"))
     def test_a_file_of_another_size(self, name: str) -> None:
         """One byte more, or one less, is not what was saved."""

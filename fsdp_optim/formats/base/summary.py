@@ -139,7 +139,7 @@ def _canonical(value: Any) -> bytes:
 
 def summary_in(where: str, beginning: bytes) -> ManifestSummary | None:
     """Return the summary in the first bytes of a manifest; None if these bytes hold no whole summary."""
-    text = beginning.decode("latin-1")  # a summary is ASCII, wherever the bytes were cut
+    text = beginning.decode(errors="replace")  # the bytes may be cut inside a character
     begins = _BEGINS.match(text)
     if begins is None:
         return None
