@@ -105,8 +105,8 @@ checkpoint: adapters arguments checkpoint.common checkpoint.load errors formats.
     state.merged tensors transport verbs
 checkpoint.save: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load errors formats.base layout move
     options plan prints results saying state.live storage.base storage.posix tensors transport verbs wire
-checkpoint.proof: adapters arguments boundary checkpoint.common errors formats.own layout move options plan prints results
-    saying state.live state.values storage.base tensors transport verbs wire
+checkpoint.proof: adapters arguments boundary checkpoint.common errors formats.base formats.own layout move options plan
+    prints results saying state.live state.values storage.base tensors transport verbs wire
 checkpoint.run: arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.proof checkpoint.save
     errors formats.base options registry results saying storage.posix tensors transport verbs wire
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own options storage.base storage.posix tensors

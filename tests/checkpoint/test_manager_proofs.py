@@ -20,6 +20,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointManager, ManagerOptions, ResumeProof, StateError
+from fsdp_optim.checkpoint.proof.file import read_proof, write_proof
 from fsdp_optim.cli.commands import ls
 from fsdp_optim.testing import RanksFailed, run_on_ranks
 
@@ -196,6 +197,57 @@ def with_critic(root: Path, fault: bool = False) -> ResumeProof | None:
         return manager.proof
 
 
+def resumes_beside_each_damaged_record(root: Path) -> None:
+    """Each damage of the record ends the proof, and neither the training nor with a verdict that the run differs."""
+    train(root, 3, "plain")
+    path = root / "step-00000002/proof.json"
+    whole = path.read_bytes()
+    came_out, went_in = whole.index(b'"came_out"'), whole.index(b'"went_in"')
+    dtype, digit = whole.index(b"float32", came_out) + 6, whole.index(b'["', went_in) + 5
+    damages = {
+        "a bit of a dtype": whole[:dtype] + bytes([whole[dtype] ^ 1]) + whole[dtype + 1 :],
+        "a digit": whole[:digit] + (b"0" if whole[digit : digit + 1] != b"0" else b"1") + whole[digit + 1 :],
+        "deep": b"[" * 100000,
+        "a bit of the version": whole.replace(b'"version": 1', b'"version": 3'),
+        "cut": whole[:-40],
+    }
+    for what, damaged in damages.items():
+        path.write_bytes(damaged)
+        outcome, line = train(root, 3, "plain", "raise")
+        check_same(f"{what}: {line}", outcome, "unknown")
+        check_same(f"{what}: the record", path.read_bytes(), damaged)
+
+
+def resumes_beside_records_without_a_checksum(root: Path) -> None:
+    """A record without a checksum is compared; what is not written as it should be in it ends the proof."""
+    train(root, 3, "plain")
+    path = root / "step-00000002/proof.json"
+    record = json.loads(path.read_bytes())
+    del record["xxh3_64"]
+    path.write_text(json.dumps(record))
+    check_same("whole", train(root, 3, "plain", "raise")[0], "identical")
+    for old, new in (('"float32"', '"float33"'), ('"world_size": 1', '"world_size": 2')):
+        path.write_text(json.dumps(record).replace(old, new))
+        outcome, line = train(root, 3, "plain", "raise")
+        check_same(f"{new}: {line}", outcome, "unknown")
+    path.write_text(json.dumps(record))
+    with mock.patch("fsdp_optim.checkpoint.proof.proving.verdict", side_effect=RuntimeError("no verdict here")):
+        outcome, line = train(root, 3, "plain", "raise")
+    check_same(line, (outcome, "RuntimeError: no verdict here" in line), ("unknown", True))
+
+
+def proof_of_a_folder_with_another_name(root: Path) -> str:
+    """The token of a checkpoint begins with the name of its folder."""
+    plain = Run(root, "plain")
+    named = root / 'né "new"'
+    fsdp_optim.save(named, plain.model, plain.optim)
+    train(root / "other", 3, "plain")
+    record = read_proof(root / "other/step-00000002")
+    assert record is not None
+    write_proof(named, record)
+    return fsdp_optim.proof_of(named)
+
+
 class ManagerProofTest(SharedFolder):
     def test_the_same_run_is_bit_identical(self) -> None:
         root = self.root / "same"
@@ -224,8 +276,32 @@ class ManagerProofTest(SharedFolder):
             self.assertEqual(fsdp_optim.proof_of(root / "step-00000002"), "recorded" if "three" in text else "")
             outcome, line = run_on_ranks(train, 2, root, 3)[0]
             self.assertEqual(outcome, "unknown")
-            self.assertIn("proof.json: is damaged", line)
+            self.assertRegex(line, "proof.json: is not what was saved|proof.json: is not written as it should be")
         self.assertEqual(fsdp_optim.load(root / "step-00000002").step, 2)
+
+    def test_no_changed_byte_of_a_record_stops_a_run_or_makes_it_differ(self) -> None:
+        run_on_ranks(resumes_beside_each_damaged_record, 1, self.root / "each")
+
+    def test_a_record_of_an_earlier_version_has_no_checksum(self) -> None:
+        run_on_ranks(resumes_beside_records_without_a_checksum, 1, self.root / "old")
+
+    def test_damage_before_the_token_is_no_record(self) -> None:
+        root = self.root / "token"
+        run_on_ranks(train, 1, root, 3)
+        path = root / "step-00000002/proof.json"
+        whole = path.read_bytes()
+        for damaged in (
+            whole.replace(b'"checkpoint": "step', b'"checkpoint": "\xf3tep'),
+            whole.replace(b'"proven": ""', b'"proven": "idontical"'),
+        ):
+            self.assertNotEqual(damaged, whole)
+            path.write_bytes(damaged)
+            self.assertEqual(fsdp_optim.proof_of(root / "step-00000002"), "")
+            result = CliRunner().invoke(ls.command, [str(root)])
+            self.assertEqual((result.exit_code, result.output.rstrip().split("  ")[-1]), (0, "ok"))
+
+    def test_the_name_of_a_folder_may_have_any_character(self) -> None:
+        self.assertEqual(run_on_ranks(proof_of_a_folder_with_another_name, 1, self.root / "names"), ["recorded"])
 
     def test_other_world_sizes_and_wrappers(self) -> None:
         root = self.root / "others"

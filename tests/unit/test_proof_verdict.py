@@ -217,13 +217,18 @@ class VerdictTest(unittest.TestCase):
     def test_at_another_world_size(self, name: str) -> None:
         """What went in is compared bit for bit there too, and what came out by its bounds."""
         fault, cause, _ = FAULTS[name]
-        now = structs.replace(fault, world_size=1, structure="plain", random=ELSEWHERE.random, observed={})
-        if name == "batch":
-            now = structs.replace(now, batches=((Batch("z", ("1", "2", "9", "4"), "int64 [3]"),),))
-        else:
-            now = structs.replace(now, batches=ELSEWHERE.batches)
-        now = structs.replace(now, numbers={"loss": (sum(fault.numbers["loss"]) / 2,)})
-        proof = verdict(RECORD, changed(now, "came_out.own_objects", ELSEWHERE.came_out.own_objects))
+        other_batch = ((Batch("z", ("1", "2", "9", "4"), "int64 [3]"),),)
+        now = structs.replace(
+            fault,
+            world_size=1,
+            structure="plain",
+            random=ELSEWHERE.random,
+            observed={},
+            batches=other_batch if name == "batch" else ELSEWHERE.batches,
+            numbers={"loss": (sum(fault.numbers["loss"]) / 2,)},
+            came_out=structs.replace(fault.came_out, own_objects=ELSEWHERE.came_out.own_objects),
+        )
+        proof = verdict(RECORD, now)
         self.assertEqual((proof.outcome, proof.cause), ("different", cause), str(proof))
 
     def test_rounding_at_another_world_size_is_no_fault(self) -> None:
@@ -279,6 +284,12 @@ class VerdictTest(unittest.TestCase):
         proof = verdict(RECORD, structs.replace(RECORD, step=7))
         self.assertEqual(proof.outcome, "unknown")
         self.assertIn("recorded step 5 after this checkpoint, and this run made step 7", str(proof))
+
+    def test_norms_whose_squares_are_no_floats(self) -> None:
+        large = structs.replace(value("0", 1e200), dtype="float64", projections=(1e200, -1e200, 1e199, 3e200))
+        for path, outcome in (("gradients", "rounding"), ("came_out.weights", "different")):
+            then, now = (with_value(RECORD, path, "b", structs.replace(large, bits=bits)) for bits in "01")
+            self.assertEqual(verdict(then, now).outcome, outcome, path)
 
     def test_a_record_survives_its_text(self) -> None:
         self.assertEqual(decode(StepRecord, encode(RECORD)), RECORD)

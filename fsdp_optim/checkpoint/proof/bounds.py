@@ -78,14 +78,14 @@ def is_near(then: float, now: float, tolerance: float) -> bool:
 
 def norm_of_all(values: Iterable[Measured]) -> float:
     """Return the norm of several tensors together."""
-    return math.sqrt(sum(value.norm**2 for value in values))
+    return math.hypot(*(value.norm for value in values))  # whose squares may be too large for a float
 
 
 def distance(then: Sequence[float], now: Sequence[float]) -> float:
     """Return the root of the mean square of the differences of projections; infinity where there are none to compare."""
     if not then or len(then) != len(now):
         return math.inf
-    return math.sqrt(sum((a - b) ** 2 for a, b in zip(then, now, strict=True)) / len(then))
+    return math.dist(then, now) / math.sqrt(len(then))
 
 
 def is_within(apart: float, norm: float) -> bool:

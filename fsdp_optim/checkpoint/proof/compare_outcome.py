@@ -149,7 +149,7 @@ def _bounds_of_weights(pair: Pair, then: Values) -> dict[str, float]:
         for name, value in then.items()
         if went_in is not None and name in went_in.weights
     }
-    all_updates = math.sqrt(sum(update**2 for update in updates.values() if math.isfinite(update)))
+    all_updates = math.hypot(*(update for update in updates.values() if math.isfinite(update)))
     bounds = {}
     for name, value in then.items():
         kept = rounding_of(dtype_named(value.dtype)) * value.norm

@@ -208,26 +208,26 @@ class Proving:
 
     def _compared(self, opened: _Open, record: StepRecord | None) -> ResumeProof | None:
         """Compare on the lowest rank. What is to be written beside the checkpoint: a first record, or that it was proven."""
-        then, unreadable = None, ""
+        then, proof, reason = None, None, ""
         try:
             then = read_proof(opened.where, self._storage_options) if opened.compares else None
-        except CheckpointError as error:  # which must not stop the training
-            unreadable = f"the record of the saving run cannot be read: {error}"
-        if record is not None and then is None and not unreadable:
+            proof = verdict(then, record) if then is not None and record is not None else None
+        except CheckpointError as error:
+            reason = f"the record of the saving run cannot be read: {error}"
+        except Exception as error:  # a proof must not stop the training
+            reason = f"it cannot be compared with the record of the saving run: {type(error).__name__}: {error}"
+        if record is not None and then is None and not reason:
             self._ready = opened.where, record
         if not opened.compares:
             return None
-        if record is None:
-            reason = "this run could not watch it"
-        elif unreadable:
-            reason = unreadable
-        elif then is None:
-            reason = "the saving run has recorded no step after this checkpoint; this run has now"
-        else:
-            proof = verdict(then, record)
+        if proof is not None and then is not None:
             if proof.outcome in ("identical", "rounding") and then.proven != proof.outcome:
                 self._ready = opened.where, structs.replace(then, proven=proof.outcome)
             return proof
+        if record is None:
+            reason = "this run could not watch it"
+        elif not reason:
+            reason = "the saving run has recorded no step after this checkpoint; this run has now"
         return ResumeProof(opened.saved_step + 1, opened.saved_step, "unknown", reason=reason)
 
     @staticmethod

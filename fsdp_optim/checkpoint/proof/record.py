@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from fsdp_optim.tensors.memory import dtype_named
+
 VERSION = 1
 
 
@@ -14,7 +16,7 @@ class Measured(Struct, frozen=True, array_like=True):
 
     Attributes:
         bits: 128 bits that are equal for equal elements, whatever their sharding, as a hexadecimal number.
-        dtype: torch's name of the dtype.
+        dtype: torch's name of the dtype; for a number of Python the name of its type.
         numel: the number of elements.
         norm: the Euclidean norm of the finite elements.
         num_nonfinite: the number of elements that are infinite or no number.
@@ -29,6 +31,10 @@ class Measured(Struct, frozen=True, array_like=True):
     num_nonfinite: int
     projections: tuple[float, ...] = ()
     has_dims: bool = True
+
+    def __post_init__(self) -> None:
+        if self.has_dims:  # a number of Python has the name of its type
+            dtype_named(self.dtype)  # raises TypeError for another word
 
 
 Values = Mapping[str, Measured]
@@ -164,3 +170,8 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     gradients: Values = {}
     came_out: CameOut
     depends_on_ranks: str = ""
+
+    def __post_init__(self) -> None:
+        of_ranks = self.random, self.batches, self.came_out.own_objects, *self.numbers.values(), *self.observed.values()
+        if any(len(values) != self.world_size for values in of_ranks):
+            raise ValueError(f"some values are not those of {self.world_size} ranks")
