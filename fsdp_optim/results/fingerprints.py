@@ -155,7 +155,7 @@ class Fingerprint:
                 )
             optim = {fqn: _from_records(values) for fqn, values in record["optim"].items()}
             return cls(_from_records(record["weights"]), optim, _from_records(record["state"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             if isinstance(error, StateError):
                 raise
             raise StateError(f"this is not the JSON of a fingerprint: {type(error).__name__}: {error}") from error

@@ -165,10 +165,12 @@ class OrderTest(CatalogTest):
             ("step", 1.5),
             ("keep_last", []),
             ("created_ns", None),
+            ("created_ns", 1 << 63),
             ("token", 7),
             ("content", None),
             ("files", {"../model.safetensors": 1}),
             ("files", ["model.safetensors"]),
+            ("files", {"model.safetensors": 10**400}),
             ("version", None),
         )
     )

@@ -116,6 +116,8 @@ class TestJson(unittest.TestCase):
             "[]",
             '{"fingerprint": 1}',
             '{"fingerprint": 1, "weights": {"a": [1]}, "optim": {}, "state": {}}',
+            '{"fingerprint": 1, "weights": {"a": ["1", "int", [], 1%s]}, "optim": {}, "state": {}}' % ("0" * 400),
+            "[" * 100_000,
         ):
             with self.assertRaisesRegex(StateError, "not the JSON of a fingerprint"):
                 Fingerprint.from_json(text)

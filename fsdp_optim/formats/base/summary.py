@@ -23,6 +23,12 @@ from fsdp_optim.storage.base import check_name
 MOST_NBYTES = 1 << 20
 """The most bytes of a summary. If a summary does not end within them, the whole manifest is read."""
 
+Nbytes = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+"""The size of a file, which no larger number is."""
+
+TimeNs = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""A time in nanoseconds since the epoch, from 1677 to 2262, of which Python can make a date."""
+
 # "brief" sorts before all other keys, so that the manifest begins with the summary.
 _BEGINS = re.compile(r'\{"checksum":"[0-9a-f]{16}","checkpoint":\{"brief":')
 
@@ -80,11 +86,11 @@ class ManifestSummary(Struct, frozen=True, omit_defaults=True):
     sequence: Annotated[int, Meta(ge=0)]
     step: int | None
     keep_last: int | None
-    created_ns: int
+    created_ns: TimeNs
     token: str
     content: str
     world_size: int
-    files: dict[str, int]
+    files: dict[str, Nbytes]
     manager: ManagerRecord | None = None
     weights: str = "all"
     weights_dtype: str | None = None

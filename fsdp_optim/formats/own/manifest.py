@@ -17,7 +17,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import hex_of
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.json_text import check_density, parse_json
-from fsdp_optim.formats.base.summary import ManagerRecord, ManifestSummary, content_of
+from fsdp_optim.formats.base.summary import ManagerRecord, ManifestSummary, Nbytes, TimeNs, content_of
 from fsdp_optim.formats.own.folders import check_models
 from fsdp_optim.storage.base import Opened, Undecided, check_name
 
@@ -46,7 +46,7 @@ class NewerVersion(Undecided):
 class FileInfo(Struct, frozen=True):
     """One safetensors file: its size in bytes, and the hashes of its header and of its table of checksums (None: no table)."""
 
-    nbytes: Annotated[int, Meta(ge=0)] = msgspec.field(name="size")
+    nbytes: Nbytes = msgspec.field(name="size")
     header: str = msgspec.field(name="header_xxh3_64")
     sums: str | None = msgspec.field(name="sums_xxh3_64")
 
@@ -106,7 +106,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     model: ModelInfo
     has_optim: bool
     optim: msgspec.Raw | None
-    created_ns: int
+    created_ns: TimeNs
     token: str = ""
     format: str = FORMAT
     version: int = 0

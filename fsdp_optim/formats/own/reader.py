@@ -22,7 +22,7 @@ from fsdp_optim.formats.base.header import ReadHeader, length_of_header, parse_h
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, SavedOptim, StoredExtra, StoredOptim
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import Half, replaced_error
-from fsdp_optim.formats.base.records import SavedWeights, StoredTensor
+from fsdp_optim.formats.base.records import COMMON, SavedWeights, StoredTensor
 from fsdp_optim.formats.base.saved_optim import saved_optim
 from fsdp_optim.formats.base.stored_columns import StoredColumns, StoredEntries
 from fsdp_optim.formats.base.tree_values import keys_in, with_tensors
@@ -145,6 +145,10 @@ class Checkpoint:
             twice = columns[half].add(StoredEntries(name, keys, entries, short_nbytes=file.short_nbytes))
             if twice is not None:
                 raise CheckpointError(f"{opened.named(name)}: {twice} is in another file too")
+        if columns["state"] and file_of_extra(COMMON) not in manifest.files:
+            raise CheckpointError(
+                f"{opened.where}: has tensors of values, and the manifest names no {file_of_extra(COMMON)}"
+            )
         for stem, half in stems.items():
             _check_index(opened, stem, half, manifest, columns[half], verify=verify)
         return cls(
