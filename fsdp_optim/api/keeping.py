@@ -12,7 +12,7 @@ from fsdp_optim.checkpoint.catalog.retention import KeepRules
 from fsdp_optim.options import CONVERT_NBYTES, Best
 from fsdp_optim.registry import COPY, DIAGNOSE, PRUNE, named
 from fsdp_optim.results.offline import CopyResult, Diagnosis, PruneResult
-from fsdp_optim.storage.posix.files import checkpoint_errors
+from fsdp_optim.storage.posix.files import checkpoint_errors, text_of
 from fsdp_optim.tensors.memory import ordinary_tensors
 
 
@@ -49,7 +49,7 @@ def prune(
     """
     with checkpoint_errors(root):
         rules = KeepRules(keep_last, keep_every, keep_best, best)
-        pruned: PruneResult = named(PRUNE)(os.fspath(root), rules, dry_run=dry_run, storage_options=storage_options)
+        pruned: PruneResult = named(PRUNE)(text_of(root), rules, dry_run=dry_run, storage_options=storage_options)
         return pruned
 
 
@@ -114,5 +114,5 @@ def diagnose(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any]
         CheckpointError: the path or the URL is none.
     """
     with checkpoint_errors(path):
-        diagnosis: Diagnosis = named(DIAGNOSE)(os.fspath(path), storage_options)
+        diagnosis: Diagnosis = named(DIAGNOSE)(text_of(path), storage_options)
         return diagnosis

@@ -121,12 +121,47 @@ class PathTest(unittest.TestCase):
             "load": lambda: fsdp_optim.load(where, model, optim),
             "load the extras": lambda: fsdp_optim.load(where),
             "latest": lambda: fsdp_optim.latest(where),
+            "prune": lambda: fsdp_optim.prune(where, keep_last=1),
+            "verify": lambda: fsdp_optim.verify(where),
+            "inspect": lambda: fsdp_optim.inspect(where),
+            "convert": lambda: fsdp_optim.convert(where, self.root / "new"),
+            "proof_of": lambda: fsdp_optim.proof_of(where),
+            **({} if isinstance(path, str) else {"diagnose": lambda: fsdp_optim.diagnose(where)}),
         }
         for what, call in calls.items():
             kind, text = error_text(call)
             self.assertEqual(kind, "CheckpointError", f"{what}: {kind}: {text}")
             self.assertIn("path", text)
         self.assertEqual(list(self.root.iterdir()), [])
+
+    @parameterized.expand([("loop",), ("loop/step-1",), ("loop/runs/step-1",), ("other",)])
+    def test_a_symbolic_link_that_leads_to_itself(self, name: str) -> None:
+        (self.root / "loop").symlink_to(self.root / "loop")
+        (self.root / "other").symlink_to(self.root / "loop" / "run")
+        where, model = self.root / name, nn.Linear(2, 2)
+        optim = torch.optim.SGD(model.parameters(), lr=0.5)
+        calls: dict[str, Callable[[], Any]] = {
+            "save": lambda: fsdp_optim.save(where, model, optim),
+            "load": lambda: fsdp_optim.load(where, model, optim),
+            "resume": lambda: fsdp_optim.resume(where, model, optim),
+            "manager": lambda: fsdp_optim.CheckpointManager(where, model, optim).resume(),
+            "latest": lambda: fsdp_optim.latest(where),
+            "checkpoints": lambda: fsdp_optim.checkpoints(where),
+            "unfinished_saves": lambda: fsdp_optim.unfinished_saves(where),
+            "prune": lambda: fsdp_optim.prune(where, keep_last=1),
+            "verify": lambda: fsdp_optim.verify(where),
+            "inspect": lambda: fsdp_optim.inspect(where),
+            "convert": lambda: fsdp_optim.convert(where, self.root / "new"),
+            "proof_of": lambda: fsdp_optim.proof_of(where),
+        }
+        for what, call in calls.items():
+            kind, text = error_text(call)
+            self.assertEqual(kind, "CheckpointError", f"{what}: {kind}: {text}")
+            self.assertIn("loop" if name != "other" else "other", text)
+        diagnosis = fsdp_optim.diagnose(where)
+        self.assertFalse(diagnosis.complete)
+        self.assertIn("symbolic links", " ".join(diagnosis.problems))
+        self.assertEqual(sorted(path.name for path in self.root.iterdir()), ["loop", "other"])
 
 
 if __name__ == "__main__":

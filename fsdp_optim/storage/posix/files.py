@@ -26,8 +26,8 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(local_path(path)))
 
 
-def local_path(path: str | os.PathLike[str]) -> str:
-    """Return a path as text, with `~` expanded. Raises CheckpointError for a URL, and for a value that no file system accepts."""
+def text_of(path: str | os.PathLike[str]) -> str:
+    """Return a path or a URL as text. Raises CheckpointError for a value that is neither."""
     try:
         text = os.fspath(path)
     except TypeError:
@@ -35,6 +35,12 @@ def local_path(path: str | os.PathLike[str]) -> str:
         raise wrong_use(f"a path is a str or a pathlib.Path, not {type(path).__name__}{hint}") from None
     if not isinstance(text, str):
         raise wrong_use(f"a path is a str or a pathlib.Path, not {type(text).__name__}: {text!r}")
+    return text
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """Return a path as text, with `~` expanded. Raises CheckpointError for a URL, and for a value that no file system accepts."""
+    text = text_of(path)
     if "\0" in text:
         raise wrong_use(f"{text!r}: a path cannot have a NUL character in it")
     try:

@@ -65,7 +65,7 @@ def has_sparse_files(folder: Path) -> bool:
 def filesystem_type(folder: Path) -> str:
     """Return the Linux name of the file system below a folder: `ext4`, `nfs4`, `fuse.gcsfuse`; "" where it is unknown."""
     try:
-        return _mount_of(folder.resolve()).kind
+        return _mount_of(Path(os.path.realpath(folder))).kind  # Path.resolve() has RuntimeError for a link to itself
     except OSError:
         return ""
 
