@@ -108,7 +108,7 @@ checkpoint.save: adapters arguments checkpoint.catalog checkpoint.common checkpo
 checkpoint.proof: adapters arguments boundary checkpoint.common errors formats.base formats.own layout move options plan
     prints results saying state.live state.values storage.base tensors transport verbs wire
 checkpoint.run: arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.proof checkpoint.save
-    errors formats.base options registry results saying storage.posix tensors transport verbs wire
+    errors formats.base options registry results saying storage.base storage.posix tensors transport verbs wire
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own options storage.base storage.posix tensors
     transport verbs wire
 offline.conversion: adapters arguments checkpoint.common checkpoint.load checkpoint.save checkpoint.views errors

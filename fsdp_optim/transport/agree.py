@@ -99,7 +99,12 @@ def all_gather_bytes(
         raise _on_all_ranks(RankTimeoutError(late + verdict.text))
     if verdict.reasons:
         common = _common_error(verdict.reasons, len(group.ranks))
-        raise _on_all_ranks(common) from (None if type(error) is type(common) and str(error) == str(common) else error)
+        says_the_same = type(error) is type(common) and str(error) == str(common)
+        if (
+            error is not None and says_the_same
+        ):  # what has caused it tells whether a file is damaged, or unreadable just now
+            common.__context__ = error.__cause__ or error.__context__
+        raise _on_all_ranks(common) from (None if says_the_same else error)
     group.turn.has_met = True
     return MeetingResult(verdict.all_equal, verdict.content_of, verdict.flags)
 

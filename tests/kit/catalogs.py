@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -91,4 +91,22 @@ def unreadable(*names: str, number: int = errno.EACCES) -> Iterator[None]:
         mock.patch.object(os, "listdir", failing(os.listdir, names, number)),
         mock.patch.object(os, "scandir", failing(os.scandir, names, number)),
     ):
+        yield
+
+
+@contextmanager
+def failing_reads(end: str, number: int = errno.EIO) -> Iterator[None]:
+    """A context in which reads of open files whose paths end so fail."""
+
+    def reading(function: Any) -> Any:
+        def call(fd: int, *args: Any) -> Any:
+            if os.readlink(f"/proc/self/fd/{fd}").endswith(end):
+                raise OSError(number, os.strerror(number))
+            return function(fd, *args)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("read", "pread", "preadv"):
+            stack.enter_context(mock.patch.object(os, name, reading(getattr(os, name))))
         yield

@@ -155,11 +155,13 @@ class KnownSaves:
     """The checkpoints of a folder that a run knows, on the leading rank: all that were there when it resumed, and its own.
 
     `unread`: the places that could not be read then. The checkpoint that is first read there is the one that was there.
+    `doubtful`: the places of those that may be intact, though the run could not read them when it resumed: they stay.
     `thinned`: the tokens of those that this run has thinned.
     """
 
     tokens: set[str] = field(default_factory=set)
     unread: set[str] = field(default_factory=set)
+    doubtful: set[str] = field(default_factory=set)
     thinned: set[str] = field(default_factory=set)
     sequence: int = 0  # the highest of the known ones: a later listing may be older than these checkpoints
     directory: CheckpointDirectory[ManifestSummary] | None = None  # as the last save has listed it
@@ -174,6 +176,8 @@ class KnownSaves:
         """Add the checkpoints of the folder, because the run resumes."""
         for entry in listed:
             self._add(entry)
+            if not entry.status.is_sure:
+                self.doubtful.add(entry.base)
 
     def see_unread(self, listed: Iterable[ListedCheckpoint]) -> None:
         """Add the checkpoints that could not be read when the run resumed, and can be read now."""
@@ -189,10 +193,19 @@ class KnownSaves:
         self.tokens.add(entry.summary.token)
         self.sequence = max(self.sequence, entry.summary.sequence)
 
+    def continues_from(self, where: str, unread: set[str]) -> None:
+        """The run continues from the checkpoint of a place. `unread`: the places of newer ones that it could not load."""
+        self.doubtful = (self.doubtful | unread) - {where}
+
     def saves(self, where: str, token: str) -> None:
         """Add a checkpoint that the run itself saves."""
         self.unread.discard(where)
+        self.doubtful.discard(where)
         self.tokens.add(token)
+
+    def may_go(self, entry: ListedCheckpoint) -> bool:
+        """Return whether the run may remove or thin a checkpoint. One that may not go does not count in the place of others."""
+        return entry.can_go and entry.base not in self.doubtful
 
     def has(self, entry: ListedCheckpoint) -> bool:
         return entry.summary is not None and (entry.summary.token in self.tokens or entry.base in self.unread)
@@ -254,7 +267,7 @@ class ManagedSave(Struct, frozen=True):
         `keep_best` count are read completely, because a damaged checkpoint must not count in the place of a good one.
         """
         directory: CheckpointDirectory[ManifestSummary] = store.directory()
-        others = [other for other in listed if is_own(other) and other.base != store.where and other.can_go]
+        others = [other for other in listed if is_own(other) and other.base != store.where and self.known.may_go(other)]
         own = [c for c in others if c.summary is None or (c.summary.series == content and self.known.has(c))]
         highest = max((other.summary.sequence for other in own if other.summary is not None), default=0)
         number = highest + 1 if sequence is None else sequence
@@ -304,7 +317,7 @@ class ManagedSave(Struct, frozen=True):
             and summary.series == content
             and (sequence is None or summary.sequence < sequence)
             and entry.base != store.where
-            and entry.can_go
+            and self.known.may_go(entry)
         ]
 
     def thin_outdated(self, store: Store, content: str, sequence: int, thin: Callable[[str], object]) -> None:

@@ -227,22 +227,19 @@ class ManagedRun:
 
         loaded = LoadedObjects.of(options)
 
-        tried: list[str] = []
-
         def load(where: str | Path) -> LoadResult:
-            tried.append(str(where))
             return restore(where, self._model, self._optim, options, objects=loaded)
 
         with checkpoint_errors(self._root):
-            restored = load_newest(self._root, candidates, options.on_damage, load)
-        step = 0
+            newest = load_newest(self._root, candidates, options.on_damage, load)
+        step, restored = 0, newest.result
         with self._collective("random states") as group:
             if restored is not None:
                 loaded.install_random()
                 step = restored.step or 0
-            agree(group, "random states")
+            self._known.continues_from(newest.base, newest.unread_on_any(group, "random states"))
             if restored is not None and self.proving is not None:
-                self.proving.begin(group, tried[-1], step, compares=True)
+                self.proving.begin(group, newest.where, step, compares=True)
         if loaded.receipt:
             say(f"{'resumed' if to is None else 'rolled back to'} {loaded.receipt}")
         self._has_resumed, self.restored = True, restored

@@ -21,6 +21,7 @@ from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.options import Model, OnDamage
 from fsdp_optim.results.calls import LoadResult
+from fsdp_optim.storage.base import is_sure_that_not
 from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import collective_call
@@ -33,16 +34,47 @@ log = logging.getLogger("fsdp_optim")
 
 
 class Candidate(Struct, array_like=True, frozen=True):
-    """A checkpoint that a resume may load. `damage`: why the listing shows already that it cannot be loaded; else empty."""
+    """A checkpoint that a resume may load.
+
+    Attributes:
+        where, base: as in `CheckpointEntry`.
+        damage: why the listing shows already that it cannot be loaded; else empty.
+    """
 
     where: str
+    base: str
     damage: str = ""
 
     @classmethod
     def of(cls, checkpoint: ListedCheckpoint) -> Candidate:
         """Return the candidate that a listed checkpoint is."""
         status = checkpoint.status
-        return cls(checkpoint.where, "" if status.is_complete else status.reason or "it is not complete")
+        damage = "" if status.is_complete else status.reason or "it is not complete"
+        return cls(checkpoint.where, checkpoint.base, damage)
+
+
+class Newest(Struct, frozen=True):
+    """What a resume has loaded.
+
+    Attributes:
+        result, where, base: of the checkpoint; None and empty where there was none.
+        went_back: whether it is not the newest.
+        unread: the places (`base`) of newer ones that may be intact, but could not be read here when they were to be loaded.
+    """
+
+    result: LoadResult | None = None
+    where: str = ""
+    base: str = ""
+    went_back: bool = False
+    unread: tuple[str, ...] = ()
+
+    def unread_on_any(self, group: RankGroup, step: str) -> set[str]:
+        """Agree as `agree` does; return what any rank could not read, on the lowest rank only."""
+        result = all_gather_bytes(group, step, encode(self.unread).encode() if self.unread else b"")
+        if not self.went_back or group.rank != group.ranks[0]:
+            return set()
+        contents = filter(None, map(result.content_of, group.ranks))
+        return {place for content in contents for place in decode(list[str], content)}
 
 
 def resume(
@@ -72,7 +104,7 @@ def resume(
     def load(where: str | Path) -> LoadResult:
         return restore(where, model, optim, options, done="resumed")
 
-    return load_newest(str(root), candidates, options.on_damage, load)
+    return load_newest(str(root), candidates, options.on_damage, load).result
 
 
 def without_thin(checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
@@ -107,26 +139,29 @@ def candidates_on_all(group: RankGroup, about: str, listed: Callable[[], list[Ca
 
 def load_newest(
     root: str, candidates: Sequence[Candidate], on_damage: OnDamage, load: Callable[[str | Path], LoadResult]
-) -> LoadResult | None:
-    """Load the first candidate or, with on_damage="previous", the first that can be loaded; None if there are no candidates.
+) -> Newest:
+    """Load the first candidate or, with on_damage="previous", the first that can be loaded; nothing if there are no candidates.
 
     Raises CheckpointError that names the newest checkpoint, if it cannot be loaded.
     """
     first: CheckpointError | None = None
+    unread: list[str] = []
     for index, candidate in enumerate(candidates):
         try:
             if candidate.damage:
                 raise CheckpointError(candidate.damage)
-            return load(candidate.where)
+            return Newest(load(candidate.where), candidate.where, candidate.base, index > 0, tuple(unread))
         except CheckpointError as error:  # the same on all ranks, which all take the same next candidate
             if first is None:
                 first = _refusal(root, candidate, candidates[index + 1 :], error)
             if on_damage == "error":
                 raise first from error
             log.warning("%s cannot be loaded, so the one before it is loaded: %s", candidate.where, error)
+            if not is_sure_that_not(error):
+                unread.append(candidate.base)
     if first is not None:
         raise first
-    return None
+    return Newest()
 
 
 def _refusal(root: str, newest: Candidate, older: Sequence[Candidate], error: CheckpointError) -> CheckpointError:
