@@ -46,14 +46,14 @@ class DeepSpeedFiles:
 
 
 def has_deepspeed_files(opened: Opened) -> bool:
-    """Return whether a place has files of DeepSpeed, at its top or in the folder of a tag. Raises nothing."""
+    """Return whether a place has files of DeepSpeed, at its top or in the folder of a tag, or has lost them. Raises nothing."""
     if opened.selected:
         return False
     try:
         names = opened.names()
     except CheckpointError:
         return False
-    return any(_is_state(name) for name in names)
+    return NAME in names or any(_is_state(name) for name in names)
 
 
 def find_files(opened: Opened) -> DeepSpeedFiles:

@@ -11,11 +11,13 @@ from msgspec import structs
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive
 from fsdp_optim.foreign.deepspeed.files import DeepSpeedFiles, find_files, has_deepspeed_files
+from fsdp_optim.foreign.deepspeed.manifest import NAME
 from fsdp_optim.foreign.deepspeed.model import ModelFiles
 from fsdp_optim.foreign.deepspeed.optim import Optimizer, read_optimizer
 from fsdp_optim.foreign.deepspeed.trees import mapping, read_files
 from fsdp_optim.foreign.deepspeed.universal import read_universal
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader, Source
+from fsdp_optim.foreign.torch.folder import checked_summary
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.index import in_class_of
 from fsdp_optim.formats.base.protocols import StoredTensor
@@ -37,7 +39,10 @@ class DeepSpeed(ForeignFormat):
         return has_deepspeed_files(opened)
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
+        checked_summary(opened, NAME)
         files = find_files(opened)
+        if files.folder:
+            checked_summary(opened, NAME, files.folder)
         models = ModelFiles(opened, list(files.models.values()))
         optimizer: Optimizer | None
         if files.is_universal or files.optims:

@@ -27,6 +27,7 @@ from fsdp_optim.foreign.per_rank.rank_files import (
     unreadable,
 )
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
+from fsdp_optim.foreign.torch.folder import checked_summary
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Shape
@@ -53,6 +54,7 @@ class FairscaleShardFiles(ForeignFormat):
             return False
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
+        checked_summary(opened)
         files = RankFiles.read(opened, _names(opened))
         with as_checkpoint_error(opened.where):
             values = files.dicts([archive.value for archive in files.archives], "the file")

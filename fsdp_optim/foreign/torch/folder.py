@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping
 
+from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.beside import BesideOthers
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.json_text import parse_json
@@ -51,11 +52,7 @@ class TorchFilesProbe(BesideOthers):
     def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[ManifestSummary]:
         try:
             summary = summary_of(opened, self.manifest)
-            for name, nbytes in summary.files.items():
-                if opened.nbytes_of(name) != nbytes:
-                    return CheckpointStatus(
-                        reason=f"{opened.named(name)} does not have the {nbytes} bytes that were saved"
-                    )
+            _check_sizes(opened, summary)
         except (OSError, MemoryError) as error:
             return CheckpointStatus(is_sure=is_sure_that_not(error), reason=str(error))
         return CheckpointStatus(summary)
@@ -75,6 +72,28 @@ def summary_of(opened: Opened, manifest: str = NAME) -> ManifestSummary:
     values = parse_json(where, opened.read_whole(manifest, most_nbytes=_MOST_NBYTES))
     with as_checkpoint_error(where):
         return ManifestSummary.from_json(where, values["brief"])
+
+
+def checked_summary(opened: Opened, manifest: str = NAME, folder: str = "") -> ManifestSummary | None:
+    """Return the summary of a folder that this library has written; None for all others, and for a file by itself.
+
+    Raises CheckpointError that names the file, if a file of the manifest is missing or has another size. `folder`: the beginning
+    of the names of all files.
+    """
+    if opened.selected or not opened.has(f"{folder}{manifest}"):
+        return None
+    summary = summary_of(opened, f"{folder}{manifest}")
+    _check_sizes(opened, summary, folder)
+    return summary
+
+
+def _check_sizes(opened: Opened, summary: ManifestSummary, folder: str = "") -> None:
+    for name, nbytes in summary.files.items():
+        where, size = opened.named(f"{folder}{name}"), opened.nbytes_of(f"{folder}{name}")
+        if size < 0:
+            raise CheckpointError(f"{where}: is missing, or no file: {nbytes} bytes were saved in it")
+        if size != nbytes:
+            raise CheckpointError(f"{where}: has {size} bytes, {nbytes} were saved: it was cut short or changed")
 
 
 def roles_in(opened: Opened, name: str) -> SavedRoles | None:

@@ -15,7 +15,7 @@ from fsdp_optim.foreign.archive.safe_values import KINDS, of_file, restored
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive, is_torch_archive, read_archive
 from fsdp_optim.foreign.hugging_face.reader import HUGGING_FACE, check_index, weight_map_of
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader, ForeignValues, Source, versioned
-from fsdp_optim.foreign.torch.folder import EXTRAS, PER_RANK, rank_in, roles_in, summary_of
+from fsdp_optim.foreign.torch.folder import EXTRAS, PER_RANK, checked_summary, rank_in, roles_in
 from fsdp_optim.foreign.torch.folder import NAME as OUR_MANIFEST
 from fsdp_optim.foreign.torch.roles import (
     TorchParts,
@@ -67,6 +67,8 @@ class TorchFile(ForeignFormat):
             return False
         if NAME in names:
             return False
+        if OUR_MANIFEST in names:
+            return True
         if any(name in names for name in _PYTORCH) and not any(name in names for name in _SAFETENSORS):
             return True
         if any(name.endswith(".safetensors") for name in names):
@@ -76,8 +78,8 @@ class TorchFile(ForeignFormat):
         )
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
+        content = _Content(opened, summary=checked_summary(opened))
         files = _Files.of(opened)
-        content = _Content(opened)
         if files.model.endswith(_INDEX):
             content.add_index(files.model)
         elif files.model in _SAFETENSORS:
@@ -86,7 +88,6 @@ class TorchFile(ForeignFormat):
             content.add(files.model)
         if files.optim:
             content.add(files.optim)
-        content.summary = _own_summary(opened)
         for name in files.extras:
             content.add_extra(name)
         for rank, name in files.of_ranks.items():
@@ -330,13 +331,6 @@ def _inside(tree: Any, path: Sequence[Any]) -> Any:
     for key in path:
         tree = tree[key]
     return tree
-
-
-def _own_summary(opened: Opened) -> ManifestSummary | None:
-    """Return the summary of a folder that this library has written; None for all others, and for a file by itself."""
-    if opened.selected or not opened.has(OUR_MANIFEST):
-        return None
-    return summary_of(opened)
 
 
 def _with_keys(tree: Mapping[str, Any]) -> Mapping[str, Any]:
