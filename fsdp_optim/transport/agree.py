@@ -100,9 +100,8 @@ def all_gather_bytes(
     if verdict.reasons:
         common = _common_error(verdict.reasons, len(group.ranks))
         says_the_same = type(error) is type(common) and str(error) == str(common)
-        if (
-            error is not None and says_the_same
-        ):  # what has caused it tells whether a file is damaged, or unreadable just now
+        if error is not None and says_the_same:
+            # What has caused it says whether a file is damaged, or cannot be read just now.
             common.__context__ = error.__cause__ or error.__context__
         raise _on_all_ranks(common) from (None if says_the_same else error)
     group.turn.has_met = True

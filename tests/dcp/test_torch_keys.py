@@ -47,6 +47,20 @@ def save(tree: dict[str, Any], path: Path, format: str = "dcp") -> None:
     dcp.save(tree, checkpoint_id=path, format=format, options=QUIET)
 
 
+class TuplesTest(InFolder):
+    def test_a_warning_names_those_that_torch_does_not_find(self) -> None:
+        tree = {"a": {"t": (ones(2), 1), "plain": (1, 2), "deep": [{"u": (ones(1), (ones(1),))}]}}
+        with self.assertLogs("fsdp_optim", "WARNING") as logs:
+            save(tree, self.path / "saved")
+        (line,) = [line for line in logs.output if "tuples with tensors" in line]
+        self.assertIn(
+            "lists for torch: state['a']['t'], state['a']['deep'][0]['u'], state['a']['deep'][0]['u'][1]", line
+        )
+        into = blank(tree)
+        dcp.load(into, checkpoint_id=self.path / "saved")
+        check_same("ours", into, tree)
+
+
 LOADS = {
     "torch": lambda tree, path: torch_dcp.load(tree, checkpoint_id=path),
     "ours": lambda tree, path: dcp.load(tree, checkpoint_id=path),

@@ -28,7 +28,7 @@ from fsdp_optim.tensors.memory import dtype_name
 Path: TypeAlias = "tuple[str | int, ...]"
 """The place of a value in nested dicts and lists."""
 
-_TUPLE = ["()"]
+OF_TUPLE = ["()"]
 """What stands among the recorded keys for a list that is a tuple in truth: one with tensors, which are items of their own."""
 
 MODEL, OPTIM = "model", "optimizer"
@@ -152,7 +152,7 @@ def other_keys_in(where: str, value: Any, path: Path = ()) -> Iterator[tuple[Pat
             yield from other_keys_in(where, item, (*path, str(key)))
     elif _is_opened(value):
         if isinstance(value, tuple):
-            yield path, _TUPLE
+            yield path, OF_TUPLE
         for index, item in enumerate(value):
             yield from other_keys_in(where, item, (*path, index))
 
@@ -189,7 +189,7 @@ def with_recorded(where: str, value: Any, by_path: Mapping[Path, list[Any]], pat
         return {key: made[str(key)] for key in keys}
     if isinstance(value, list):
         items = [with_recorded(where, item, by_path, (*path, index)) for index, item in enumerate(value)]
-        return tuple(items) if by_path.get(path) == _TUPLE else items
+        return tuple(items) if by_path.get(path) == OF_TUPLE else items
     return value
 
 

@@ -24,6 +24,7 @@ from fsdp_optim.foreign.dcp.values import (
     KEYS,
     MODEL,
     OF_RANKS,
+    OF_TUPLE,
     OPTIM,
     VERSIONS,
     DictClass,
@@ -281,6 +282,13 @@ def _add_keys(values: ValueFile, where: str, value: Any, name: str) -> None:
     listed = list(other_keys_in(where, value))
     if listed:
         values.add(where, listed, PathGroup((KEYS,), name))
+    opened = [f"{where}{''.join(f'[{part!r}]' for part in path)}" for path, keys in listed if keys == OF_TUPLE]
+    if opened:
+        log.warning(
+            "torch's own load does not find tuples with tensors, which are saved by their items so that ranks can share them; "
+            "fsdp_optim loads them. Give lists for torch: %s",
+            shortened(opened),
+        )
     _add_classes(values, where, list(classes_in(value)), name)
 
 

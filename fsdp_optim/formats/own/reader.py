@@ -146,9 +146,7 @@ class Checkpoint:
             if twice is not None:
                 raise CheckpointError(f"{opened.named(name)}: {twice} is in another file too")
         if columns["state"] and file_of_extra(COMMON) not in manifest.files:
-            raise CheckpointError(
-                f"{opened.where}: has tensors of values, and the manifest names no {file_of_extra(COMMON)}"
-            )
+            raise CheckpointError(f"{opened.where}: has tensors of values, and no {file_of_extra(COMMON)}")
         for stem, half in stems.items():
             _check_index(opened, stem, half, manifest, columns[half], verify=verify)
         return cls(
