@@ -92,7 +92,9 @@ class ForgedManifestTest(unittest.TestCase):
         del checkpoint["files"]["extra/common.safetensors"]
         seal(self.forged, checkpoint)
         self.check_calls()
-        with self.assertRaisesRegex(fsdp_optim.CheckpointError, "names no extra/common.safetensors"):
+        with self.assertRaisesRegex(
+            fsdp_optim.CheckpointError, "has tensors of values, and no extra/common.safetensors"
+        ):
             fsdp_optim.convert(self.forged, self.root.parent / "converted")
 
     @parameterized.expand([(3, 10**400), (4, 1e400), (5, [10**400]), (2, [1e400])])

@@ -122,8 +122,9 @@ def apart(path: Path) -> PathGroup:
 def with_apart(where: str, paths: Mapping[str, Path]) -> Mapping[str, Path]:
     """Return the paths of keys, with those that empty dicts had before `apart`. Raises CheckpointError for others than of it."""
     begin = key_of((KEYS, _EMPTY, ""))
+    length = len(begin)
     moved = {}
-    for key in [key for key in paths if key.startswith(begin)]:
+    for key in [key for key in paths if key[:length] == begin]:  # there may be very many
         try:
             path = json.loads(key.removeprefix(begin))
         except (ValueError, RecursionError) as error:

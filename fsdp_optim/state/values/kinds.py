@@ -175,10 +175,12 @@ def is_scalar(value: object) -> bool:
 
 def observation_of(name: object, value: object, shape: Shape) -> Observation:
     """Return the observation of a value in a full dict, for a parameter of this shape."""
-    tensor = isinstance(value, torch.Tensor) and value.dim() > 0
-    fits = isinstance(value, torch.Tensor) and is_plain(value) and tuple(value.shape) == shape
-    reduced = isinstance(value, torch.Tensor) and value.dim() > 0 and not fits and _is_reduced(value.shape, shape)
-    return Observation(name, shape, fits, is_scalar(value), tensor, reduced)
+    if not isinstance(value, torch.Tensor):
+        return Observation(name, shape, False, is_scalar(value), False)
+    num_dims = value.dim()
+    fits = is_plain(value) and tuple(value.shape) == shape
+    is_reduced = num_dims > 0 and not fits and _is_reduced(value.shape, shape)
+    return Observation(name, shape, fits, num_dims == 0, num_dims > 0, is_reduced)
 
 
 def _is_matrix(shape: Shape) -> bool:
