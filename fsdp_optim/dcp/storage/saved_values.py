@@ -10,7 +10,8 @@ import numpy
 import torch
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.archive.torch_archive import names_read
+from fsdp_optim.foreign.archive.part_in_memory import InMemory
+from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.formats.base.codec import Encoder
 from fsdp_optim.formats.base.tree_values import BRANCHES, items_of
 from fsdp_optim.tensors.elements import MOST_DEEP
@@ -38,12 +39,9 @@ def value_in(data: bytes) -> tuple[Any, bool]:
 
 
 def _plain_value(data: bytes) -> Any:
-    """Return the value in bytes of `torch.save` that name no class but those that this library reads in files of torch."""
-    named = {
-        name.replace("__builtin__.", "builtins.")
-        for name in torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-    }
-    return torch.load(io.BytesIO(data), weights_only=not named or not names_read().issuperset(named))
+    """Return the value in bytes of `torch.save`, as this library reads it in files of torch: without unknown objects."""
+    archive = read_archive(InMemory("a value", data), "")
+    return archive.materialised(archive.value)
 
 
 def bytes_with(value: Any) -> io.BytesIO:

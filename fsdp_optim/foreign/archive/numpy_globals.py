@@ -11,6 +11,7 @@ import numpy
 
 from fsdp_optim.foreign.archive.pickle_table import Known
 
+_MOST_DIMS = 64
 _NUMBERS = re.compile(r"[<|=]?(?:[biufc][0-9]{1,2}|\?)")
 
 
@@ -40,7 +41,9 @@ def _empty(cls: Any, shape: Any, kind: Any) -> Any:
 
 def _set_array(target: Any, state: Any) -> None:
     version, shape, dtype, is_fortran, data = state
-    is_shape = type(shape) is tuple and len(shape) <= 32 and all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
+    is_shape = (
+        type(shape) is tuple and len(shape) <= _MOST_DIMS and all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
+    )
     if version != 1 or not is_shape or not isinstance(dtype, numpy.dtype) or dtype.kind not in "biufc":
         raise TypeError("an array of numpy whose elements are not numbers")
     if type(data) is not bytes or len(data) != prod(shape) * dtype.itemsize:

@@ -66,3 +66,17 @@ class PartInMemory(Opened):
         for piece in pieces:
             piece[:] = self._data[at : at + len(piece)]
             at += len(piece)
+
+
+class InMemory(PartInMemory):
+    """A file that is in memory only. `where`: its name for errors."""
+
+    def __init__(self, where: str, data: bytes) -> None:
+        self._where, self._start, self._data = where, 0, data
+
+    @property
+    def where(self) -> str:
+        return self._where
+
+    def named(self, name: str) -> str:
+        return self._where

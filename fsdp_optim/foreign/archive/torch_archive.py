@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from hashlib import sha256
 from math import prod
 from typing import Any
@@ -250,19 +250,6 @@ def _in_row_major_order(opened: Opened, name: str, source: Source, view: TensorV
             tensor = torch.neg(tensor)
         in_order = in_pages(view.shape, tensor.dtype).copy_(tensor)
         return in_order.view(-1).view(torch.uint8).numpy().data
-
-
-class _NoTensors:
-    """The maker of a table that only names globals."""
-
-    def tensor(self, view: TensorView) -> Any:
-        raise TypeError("a tensor for a table that only names globals")
-
-
-@cache
-def names_read() -> frozenset[str]:
-    """Return the names of all globals that are read, each as `module.name`."""
-    return frozenset(table_of(_NoTensors()).globals)
 
 
 def materialised(opened: Opened, sources: Mapping[str, Source], value: Any) -> Any:

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeAlias
 
-import numpy
 import torch
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.archive.torch_archive import names_read
+from fsdp_optim.foreign.archive.read_back import ALLOW, check_read_back
+from fsdp_optim.formats.base.bools import check_bools_of
 from fsdp_optim.formats.base.tree_values import InFile, leaves_of
-from fsdp_optim.tensors.elements import check_elements
+from fsdp_optim.tensors.elements import check_elements, is_usual
 from fsdp_optim.tensors.memory import dtype_name
 
 Path: TypeAlias = "tuple[str | int, ...]"
@@ -54,7 +51,6 @@ checkpoint of torch 2.3, and look for the keys of that version.
 """
 
 _LENGTH = 8  # bytes
-_NUMBERS = "biufc"  # kinds of numpy's dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,9 +298,13 @@ class ValueItem:
 
 @dataclass
 class ValueFile:
-    """Values on their way into a file. Equal values are stored once. `allow_pickle`: store objects of any class."""
+    """Values on their way into a file. Equal values are stored once.
+
+    `allow_pickle`: store objects of any class. `instead`: what else the user can do with those.
+    """
 
     allow_pickle: bool
+    instead: str = ALLOW
     items: list[ValueItem] = field(default_factory=list)
     _data: bytearray = field(default_factory=bytearray)
     _known: dict[Any, tuple[int, int]] = field(default_factory=dict)
@@ -317,12 +317,16 @@ class ValueFile:
         if isinstance(value, torch.Tensor):
             value = _own(where, value)
         tensor = (dtype_name(value.dtype), tuple(value.shape)) if isinstance(value, torch.Tensor) else None
-        known = (type(value), repr(value)) if isinstance(value, (int, float, str, bool, type(None))) else None
+        known = _identity(value)
         at = self._known.get(known) if known is not None else None
         if at is None:
-            archive = _archive(where, value, self.allow_pickle)
+            archive = _archive(where, value)
             at = self._known.get(archive)
             if at is None:
+                if not is_usual(value):
+                    allows = self.allow_pickle and tensor is None  # a tensor is read in place
+                    what = type(value).__name__
+                    check_read_back(where, what, archive, allow_pickle=allows, instead=self.instead)
                 at = self._known[archive] = (len(self._data), len(archive))
                 self._data += archive
             if known is not None:
@@ -335,6 +339,13 @@ class ValueFile:
         return bytes(self._data) + index + len(index).to_bytes(_LENGTH, "little")
 
 
+def _identity(value: Any) -> Any:
+    """Return a key that equal values have alone, without their archive; None where there is none."""
+    if type(value) is int or type(value) is str:
+        return type(value), value
+    return (type(value), repr(value)) if isinstance(value, (float, bool, type(None))) else None
+
+
 def _own(where: str, value: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor on the CPU. Raises CheckpointError for one whose elements cannot be copied."""
     check_elements(where, value, CheckpointError)
@@ -342,8 +353,12 @@ def _own(where: str, value: torch.Tensor) -> torch.Tensor:
         raise CheckpointError(
             f"{where}: is a sparse tensor ({value.layout}): give its to_dense(), or its indices and values"
         )
-    if value.is_quantized and value.qscheme() is not torch.per_tensor_affine:
-        raise CheckpointError(f"{where}: is a quantised tensor ({value.qscheme()}): give its dequantize()")
+    if value.is_quantized:
+        raise CheckpointError(
+            f"{where}: is a quantised tensor ({value.dtype}), which no load reads: give its dequantize()"
+        )
+    if value.dtype is torch.bool:
+        check_bools_of(where, value)
     return value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().clone()
 
 
@@ -354,40 +369,11 @@ def items_in(data: bytes) -> list[Any]:
     return items
 
 
-def _archive(where: str, value: Any, allow_pickle: bool) -> bytes:
-    """Return the value as an archive of torch.save.
-
-    Raises CheckpointError for objects of unknown classes without `allow_pickle`.
-    """
+def _archive(where: str, value: Any) -> bytes:
+    """Return the value as an archive of torch.save. Raises CheckpointError for objects that pickle refuses."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # of any class, where the object has its own way to be pickled
         raise CheckpointError(f"{where}: a {type(value).__name__} cannot be saved: {error}") from error
-    if not allow_pickle:
-        what = _unread_in(value, buffer.getvalue())
-        if what:
-            raise CheckpointError(
-                f"{where}: a {what} can only be pickled: give allow_pickle=True, or save plain values (numbers, str, tuples, "
-                "dicts, tensors, arrays of numbers)"
-            )
     return buffer.getvalue()
-
-
-def _unread_in(value: Any, archive: bytes) -> str:
-    """Return what in a value a load does not read without `allow_pickle`, as a noun; "" if it reads everything."""
-    named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(archive))
-    others = [name for name in named if name not in names_read()]
-    return others[0] if others else _odd_in(value)
-
-
-def _odd_in(value: Any) -> str:
-    """Return what is odd in a value, although the names of its classes are not; "" for nothing."""
-    if isinstance(value, (numpy.ndarray, numpy.generic)):
-        return "" if value.dtype.kind in _NUMBERS else "numpy array that has other elements than numbers"
-    if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
-        return f"class or function by itself ({value.__module__}.{value.__qualname__})"
-    children: Iterable[Any] = chain(value, value.values()) if isinstance(value, Mapping) else ()
-    if isinstance(value, (list, tuple, set, frozenset)):
-        children = value
-    return next((odd for child in children if (odd := _odd_in(child))), "")

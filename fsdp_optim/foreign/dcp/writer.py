@@ -106,7 +106,7 @@ class DcpWriter(Writer):
         self._roles = self._roles_of(contents, weights, top_names, is_new=index.source is None)
         files = dict(self.small(name, value, allow_pickle=allow_pickle) for name, value in extras.items())
         small = [item for data in files.values() for item in items_in(data)]
-        values = ValueFile(allow_pickle)
+        values = ValueFile(False, "save it in this library's own format")  # no load unpickles what is for an optimizer
         if contents.optim is not None:
             _add_optimizer(values, contents.optim, tuple(records.values()))
         if values.items:

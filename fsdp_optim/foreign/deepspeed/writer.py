@@ -37,13 +37,12 @@ from fsdp_optim.foreign.deepspeed.manifest import (
 from fsdp_optim.foreign.deepspeed.model import OF_FILES
 from fsdp_optim.foreign.deepspeed.reader import DEEPSPEED
 from fsdp_optim.foreign.deepspeed.universal_state import STEP, WEIGHT, UniversalParam, UniversalState, universal_state
+from fsdp_optim.foreign.torch.checked_values import check_safe, saved_by_torch
 from fsdp_optim.foreign.torch.folder import PER_RANK, sequence_of
 from fsdp_optim.foreign.torch.writer import (
     as_dict,
-    check_safe,
     manifest_of,
     planned_archive,
-    saved_by_torch,
     values_of_modules,
     with_values_of_modules,
 )

@@ -21,11 +21,11 @@ from fsdp_optim.errors import CheckpointError, StateError, counted_noun, shorten
 from fsdp_optim.foreign.archive.torch_zip import ArchiveFrames, TensorStub
 from fsdp_optim.foreign.per_rank.fairscale_shards import FAIRSCALE_SHARDS
 from fsdp_optim.foreign.per_rank.fairscale_units import FlatUnit, Units, cut_of, units_of
+from fsdp_optim.foreign.torch.checked_values import check_safe
 from fsdp_optim.foreign.torch.folder import TorchFilesProbe, sequence_of
 from fsdp_optim.foreign.torch.writer import (
     SmallTensors,
     as_dict,
-    check_safe,
     manifest_of,
     values_of_modules,
     with_values_of_modules,

@@ -7,9 +7,7 @@ file: checkpoint.pt has everything, {"model": ..., "optimizer": ..., and the tra
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from fsdp_optim.errors import CheckpointError, wrong_use
 from fsdp_optim.foreign.archive.safe_values import KINDS, Kinds, in_file, safe
 from fsdp_optim.foreign.archive.torch_zip import ArchiveFrames, TensorStub
 from fsdp_optim.foreign.archive.tree import mapped
+from fsdp_optim.foreign.torch.checked_values import check_safe, saved_by_torch
 from fsdp_optim.foreign.torch.folder import EXTRAS, NAME, ONE, PARTS, PER_RANK, ROLES, TorchFilesProbe, sequence_of
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
 from fsdp_optim.foreign.torch.roles import tells_roles
@@ -272,13 +271,6 @@ def manifest_of(
     return NAME, json.dumps({"brief": summary.to_json()}, indent=1).encode() + b"\n"
 
 
-def saved_by_torch(value: Any) -> bytes:
-    """Return the bytes of a file of `torch.save`."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
 def as_dict(value: Any) -> dict[str, Any]:
     """Return the trainer's values by key: a value that is no dict has the key "extra"."""
     return value if isinstance(value, dict) else {"extra": value}
@@ -297,25 +289,6 @@ def with_values_of_modules(
     full = {**model, **values_of_modules(of_all)}
     versions = versions_of(of_all)
     return with_versions(full, versions) if versions else full
-
-
-def check_safe(name: str, value: Any, *, allow_pickle: bool) -> None:
-    """Refuse a value that `torch.load(weights_only=True)` does not read."""
-    unsafe = None if allow_pickle else unsafe_name_in(value)
-    if unsafe:
-        raise CheckpointError(
-            f"{name}: has a {unsafe}, which torch.load(weights_only=True) does not read: give allow_pickle=True, or save plain "
-            "values"
-        )
-
-
-def unsafe_name_in(value: Any) -> str | None:
-    """Return the class of an item of a value that `torch.load(weights_only=True)` does not read; None if there is nothing."""
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(saved_by_torch(value)))
-    except pickle.UnpicklingError:
-        return "number or object that takes another operation of pickle"
-    return names[0] if names else None
 
 
 def _check_fits_fairscale(optim: OptimDescription) -> None:

@@ -14,6 +14,7 @@ import xxhash
 
 from fsdp_optim.tensors.memory import bytes_in_pieces, is_plain, pieces
 
+_MOST_BITS = 4096  # of a number that Python shows in digits
 _BUILTIN = (bool, int, float, complex, str, bytes)
 _MOST_NUMEL = 1 << 20  # elements in one sum
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # itemsize -> integer dtype
@@ -72,6 +73,8 @@ def key_of(value: object) -> str:
         return key_of_number(value.item(), value.dtype)
     if isinstance(value, torch.Tensor) and is_plain(value):
         return f"tensor({value.dtype}, {list(value.shape)}, {fingerprint_of(value)})"
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        return hex(value)
     if value is None or type(value) in _BUILTIN:
         return repr(value)  # exact, and different for values of different types
     if isinstance(value, numpy.generic):
