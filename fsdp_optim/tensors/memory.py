@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fsdp_optim.errors import FsdpOptimError, StateError
 from fsdp_optim.plan import Copy
 from fsdp_optim.tensors.rearranged import rearrange
 from fsdp_optim.tensors.transposed import copy_transposed
@@ -291,6 +292,19 @@ def _own_dtensor(value: Any) -> Any:
         local = value.to_local().clone()
     of_all = {"shape": value.shape, "stride": value.stride()}
     return type(value).from_local(local, value.device_mesh, value.placements, run_check=False, **of_all)
+
+
+def named_copy(where: str, value: Any) -> Any:
+    """Return a `detached_copy` of a value. Raises StateError that names a value which cannot be copied."""
+    try:
+        return detached_copy(value)
+    except FsdpOptimError:
+        raise
+    except Exception as error:  # of any class: an object may have its own way to be copied
+        raise StateError(
+            f"{where}: is a {type(value).__name__} that cannot be copied: {type(error).__name__}: {error}: keep tensors and "
+            "plain values there"
+        ) from error
 
 
 def map_container(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from msgspec import Struct
 
+from fsdp_optim.errors import FsdpOptimError, StateError
 from fsdp_optim.layout import Whole
 from fsdp_optim.plan import copies_of
 from fsdp_optim.tensors import memory
@@ -39,13 +40,18 @@ class _ByteRange(Struct, frozen=True):
 
 
 def send(
-    group: RankGroup, parcels: Sequence[Parcel], value_of: Callable[[int], Any], failure: Failure
+    group: RankGroup,
+    parcels: Sequence[Parcel],
+    value_of: Callable[[int], Any],
+    failure: Failure,
+    name_of: Callable[[int], str] = "value {}".format,
 ) -> dict[int, Any]:
     """Send parcels; return the values for which this rank is a target, by index. Called by all ranks, with the same parcels.
 
-    `value_of(index)`: the value, called on the source rank only. An error in `failure`, or an error of this preparation, is
-    raised on all ranks before data moves. Holds at most `group.budget` beyond the values and their pickles, which contain no
-    tensors.
+    `value_of(index)`: the value, called on the source rank only. `name_of(index)`: its name for errors.
+
+    An error in `failure`, or an error of this preparation, is raised on all ranks before data moves. Holds at most
+    `group.budget` beyond the values and their pickles, which contain no tensors.
     """
     packed: dict[int, Packed] = {}
     with failure:
@@ -53,7 +59,7 @@ def send(
             if parcel.source == group.rank and any(rank != group.rank for rank in parcel.targets):
                 value = value_of(index)
                 if value is not NOTHING:
-                    packed[index] = pack(value)
+                    packed[index] = _packed(name_of, index, value)
     content = json.dumps({index: value.nbytes for index, value in packed.items()}).encode()
     sizes: dict[int, list[int]] = {}
     for report in exchange_reports(group, content, failure.error):
@@ -95,6 +101,19 @@ def _memory_of(
         if byte_range.parcel in arrived:
             return None, arrived[byte_range.parcel][byte_range.part][byte_range.start : byte_range.stop]
     return None, None
+
+
+def _packed(name_of: Callable[[int], str], index: int, value: Any) -> Packed:
+    """Return a value as bytes. Raises StateError that names a value which cannot be pickled."""
+    try:
+        return pack(value)
+    except FsdpOptimError:
+        raise
+    except Exception as error:  # of any class: an object may have its own way to be pickled
+        raise StateError(
+            f"{name_of(index)}: cannot be sent to other ranks: {type(error).__name__}: {error}: keep tensors and plain values "
+            "there"
+        ) from error
 
 
 def _batches(sizes: Mapping[int, Sequence[int]], most_nbytes: int) -> Iterator[list[_ByteRange]]:

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.state.values.opaque import OpaqueShards, cuts_of, holds_all
-from fsdp_optim.tensors.memory import detached_copy
+from fsdp_optim.tensors.memory import named_copy
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import NOTHING, Parcel, send
@@ -57,7 +57,11 @@ def gather_opaque(
         request, name, _ = keys[index]
         return _held(request.fqn, name, local)
 
-    arrived = send(group, parcels, value_of, failure)
+    def name_of(index: int) -> str:
+        request, name, _ = keys[index]
+        return f"{request.fqn}: {name!r} of its state"
+
+    arrived = send(group, parcels, value_of, failure, name_of)
     by_shard: dict[tuple[str, str], dict[int, Any]] = {}
     with failure:
         for index, (request, name, shard) in enumerate(keys):
@@ -65,9 +69,9 @@ def gather_opaque(
             if group.rank == parcels[index].source and group.rank in parcels[index].targets and failure.error is None:
                 value = _held(request.fqn, name, local)
                 if isinstance(value, _OfShard):
-                    value = replace(value, value=detached_copy(value.value))
+                    value = replace(value, value=named_copy(name_of(index), value.value))
                 elif value is not NOTHING:
-                    value = detached_copy(value)
+                    value = named_copy(name_of(index), value)
             if value is not NOTHING:
                 by_shard.setdefault((request.fqn, name), {})[shard] = value
     return {key: _joined(values) for key, values in by_shard.items()}

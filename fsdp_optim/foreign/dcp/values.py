@@ -309,21 +309,21 @@ class ValueFile:
     _data: bytearray = field(default_factory=bytearray)
     _known: dict[Any, tuple[int, int]] = field(default_factory=dict)
 
-    def add(self, where: str, value: Any, *groups: PathGroup) -> None:
-        """Store a value under the paths of several groups.
+    def add(self, where: str, value: Any, *groups: PathGroup, are_names: bool = False) -> None:
+        """Store a value under the paths of several groups. `are_names`: it is a list of str, which every load reads.
 
         Raises CheckpointError that names a value which cannot be stored.
         """
         if isinstance(value, torch.Tensor):
             value = _own(where, value)
         tensor = (dtype_name(value.dtype), tuple(value.shape)) if isinstance(value, torch.Tensor) else None
-        known = _identity(value)
+        known = _identity(value) if tensor is None else None
         at = self._known.get(known) if known is not None else None
         if at is None:
             archive = _archive(where, value)
             at = self._known.get(archive)
             if at is None:
-                if not is_usual(value):
+                if not are_names and not is_usual(value):
                     allows = self.allow_pickle and tensor is None  # a tensor is read in place
                     what = type(value).__name__
                     check_read_back(where, what, archive, allow_pickle=allows, instead=self.instead)

@@ -315,7 +315,7 @@ def _add_optimizer(values: ValueFile, optim: OptimDescription, records: tuple[ty
             if flat_names:
                 paths.append(PathGroup((OPTIM,), flat_names[0], flat_names[1:]))
             _add_value(values, f"{where}: {name}", value, *paths)
-        values.add(where, list(group.params), PathGroup((OPTIM, _GROUPS, index), "params"))
+        values.add(where, list(group.params), PathGroup((OPTIM, _GROUPS, index), "params"), are_names=True)
     for fqn, param in optim.params.items():
         for name, kind, value in param.values:
             if kind not in (SCALAR, OPAQUE):

@@ -161,7 +161,13 @@ class Encoder:
         """
         if not self._allow_pickle:
             raise CheckpointError(f"{where}: {why}, or give allow_pickle=True to save and load")
-        return {"$pickle": self._binary(pickle.dumps(value))}
+        try:
+            data = pickle.dumps(value)
+        except Exception as error:  # of any class: an object may have its own way to be pickled
+            raise CheckpointError(
+                f"{where}: a {type(value).__name__} cannot be pickled ({error}): save its state_dict(), or plain values"
+            ) from error
+        return {"$pickle": self._binary(data)}
 
     def _binary(self, data: bytes | bytearray) -> Any:
         """Encode a few bytes as text, and more bytes as the number of a tensor, because the size of the JSON is limited."""

@@ -6,13 +6,14 @@ hyperparameter may be a tensor, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import msgspec
 import torch
 
+from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.codec import Decoder, Encoder
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.json_text import DOUBTFUL, decoded_at_once, parse_json
@@ -121,6 +122,26 @@ def encoded(
 
     Parameters that are all described by text alone are there as they are, which msgspec writes as the same JSON.
     """
+    try:
+        return _encoded(where, description, allow_pickle=allow_pickle, records=records)
+    except CheckpointError:
+        encoder = Encoder(allow_pickle=allow_pickle, records=records)
+        for name, value in _named_values(description):
+            encoder.encode(name, value)  # raises the error that has the value's own name
+        raise
+
+
+def _named_values(description: OptimDescription) -> Iterator[tuple[str, Any]]:
+    """Yield the values of param groups and of parameters, each with its name for users."""
+    for index, group in enumerate(description.groups):
+        yield from ((f"param group {index}: {name}", value) for name, value in group.hyperparameters)
+    for fqn, param in description.params.items():
+        yield from ((f"{fqn}: {name!r} of its state", value) for name, _, value in param.values)
+
+
+def _encoded(
+    where: str, description: OptimDescription, *, allow_pickle: bool, records: Mapping[str, type]
+) -> tuple[Any, list[torch.Tensor]]:
     encoder = Encoder(allow_pickle=allow_pickle, records=records)
     if not all(fqn.isascii() and not fqn.startswith("$") for fqn in description.params):
         return encoder.encode(where, to_plain(description)), encoder.tensors

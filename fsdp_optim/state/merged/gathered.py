@@ -9,7 +9,7 @@ from fsdp_optim.options import KeyBy
 from fsdp_optim.state.dicts.full import NON_PARAM_STATE, FullDict, FullState, kinds_of, write
 from fsdp_optim.state.live.local import LocalOptim
 from fsdp_optim.state.merged.global_state import GlobalState, Param
-from fsdp_optim.tensors.memory import detached_copy
+from fsdp_optim.tensors.memory import detached_copy, named_copy
 
 
 def assemble(
@@ -24,13 +24,17 @@ def assemble(
     local_ids = {fqn: p.local_id for p in local.params for fqn in p.named.fqns}
     live = {fqn: place for place, p in enumerate(local.params) for fqn in p.named.fqns}
     live_first = sorted(order, key=lambda fqn: (live.get(fqn, len(live)), order[fqn]))
-    other_keys = {name: detached_copy(value) for name, value in local.other_keys.items() if name != NON_PARAM_STATE}
-    non_param = detached_copy(local.other_keys.get(NON_PARAM_STATE, {}))
+    other_keys = {
+        name: named_copy(f"optimizer[{name!r}]", value)
+        for name, value in local.other_keys.items()
+        if name != NON_PARAM_STATE
+    }
+    non_param = named_copy("the state of no parameter", local.other_keys.get(NON_PARAM_STATE, {}))
     full = FullState(
         state={f: values_of(visible.params[f], tensors) for f in order if visible.params[f].summary is not None},
         groups=tuple(
-            ({name: detached_copy(value) for name, value in group.items()}, counted.fqns)
-            for group, counted in zip(local.groups, visible.counted, strict=True)
+            ({name: named_copy(f"param group {index}: {name}", value) for name, value in group.items()}, counted.fqns)
+            for index, (group, counted) in enumerate(zip(local.groups, visible.counted, strict=True))
         ),
         other_keys=other_keys | ({NON_PARAM_STATE: non_param} if non_param else {}),
         uncollected=frozenset(
