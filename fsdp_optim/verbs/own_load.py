@@ -15,7 +15,7 @@ from fsdp_optim.adapters import all_adapters
 from fsdp_optim.errors import StateError
 from fsdp_optim.state.dicts.packed import given_names
 from fsdp_optim.state.live.local import is_on_cpu, says_on_cpu
-from fsdp_optim.state.values.classes import is_of_torch, layers
+from fsdp_optim.state.values.classes import READ_BY_LOADS, is_of_torch, is_on, layers
 from fsdp_optim.state.values.kinds import is_known_moment
 from fsdp_optim.state.values.same import same
 from fsdp_optim.tensors.memory import is_plain
@@ -115,7 +115,7 @@ class _PutRight:
         state, live = dict(state_dict["state"]), optim.state
         # Some of torch's optimizers ask the first one, on behalf of all, whether steps are tensors.
         first = next((key for key, values in state.items() if not isinstance(values, dict) or values), None)
-        moves_steps = any(group.get("fused") or group.get("capturable") for group in state_dict["param_groups"])
+        moves_steps = any(is_on(group, key) for group in state_dict["param_groups"] for key in READ_BY_LOADS)
         for key, values in state_dict["state"].items():
             if key not in params or not isinstance(values, dict):
                 continue  # not of a parameter

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.state.live.local import OptimizerLike
-from fsdp_optim.state.values.classes import OptimizerClass, innermost
+from fsdp_optim.state.values.classes import OptimizerClass, innermost, is_on
 
 Hyper = Mapping[str, Any]
 _Make = Callable[[Hyper, torch.Tensor], dict[str, Any]]
@@ -46,9 +46,9 @@ def _zeros(param: torch.Tensor) -> torch.Tensor:
 
 def _number(value: float, hyper: Hyper, param: torch.Tensor, *, on_device: bool = False) -> torch.Tensor:
     """Return a number that counts, as torch.optim keeps it: on the device of the parameter where a step there needs it."""
-    is_fused = bool(hyper.get("fused"))
+    is_fused = is_on(hyper, "fused")
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not is_fused else torch.float32
-    there = on_device or is_fused or bool(hyper.get("capturable"))
+    there = on_device or is_fused or is_on(hyper, "capturable")
     return torch.tensor(value, dtype=dtype, device=param.device if there else "cpu")
 
 

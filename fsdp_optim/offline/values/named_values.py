@@ -27,7 +27,6 @@ from fsdp_optim.formats.base.tree_values import InFile, leaves_of
 from fsdp_optim.layout import Shape
 from fsdp_optim.offline.conversion.source_contents import renamed_aliases, renamed_weights
 from fsdp_optim.results.contents import TensorInfo
-from fsdp_optim.state.dicts.flattened import is_flattened
 from fsdp_optim.state.dicts.full import FullState, names_in, num_listed
 from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.tensors.memory import dtype_name, dtype_named
@@ -170,6 +169,7 @@ class Decoded:
     parts: frozenset[str]
     saved: SavedOptim | None = None
     with_state: bool = True
+    names: Sequence[Sequence[str]] | None = None  # that the groups list, if there are groups with names
     values: Mapping[str, Any] = field(
         default_factory=dict
     )  # the trainer's values that are no tensors in files, by name
@@ -184,18 +184,19 @@ class Decoded:
         parts = frozenset[str]() if index.facts.names_are_fqns else wrapper_parts()
         weights: Mapping[str, StoredTensor] = renamed_weights(index, parts) if parts else index.weights
         aliases = renamed_aliases(index, weights, parts) if parts else index.aliases
-        saved = None
+        saved, names = None, None
         if with_state and index.optim is not None:
             with as_checkpoint_error(index.where):
                 saved = index.optim.decoded(allow_pickle=allow_pickle, records=RECORDS)
+                names = names_in(saved.full) if "param_groups" in saved.full else None
         values = _values_in_trees(index, allow_pickle=allow_pickle) if with_state else {}
-        return cls(reader, weights, aliases, parts, saved, with_state, values=values)
+        return cls(reader, weights, aliases, parts, saved, with_state=with_state, names=names, values=values)
 
     @property
     def has_names(self) -> bool:
         """Whether the optimizer calls its parameters by name; True without an optimizer."""
         full = self.saved.full if self.saved is not None else {}
-        return "param_groups" not in full or is_flattened(full) or names_in(full) is not None
+        return "param_groups" not in full or self.names is not None
 
     @property
     def num_listed(self) -> tuple[int, ...]:
@@ -206,9 +207,7 @@ class Decoded:
     @property
     def listed(self) -> tuple[str, ...]:
         """The names that the groups list, in their order; empty for ids without names."""
-        full = self.saved.full if self.saved is not None else {}
-        names = names_in(full) if self.has_names and "param_groups" in full else None
-        return tuple(name for group in names or () for name in group)
+        return tuple(name for group in self.names or () for name in group)
 
     @property
     def shapes(self) -> dict[str, Shape]:

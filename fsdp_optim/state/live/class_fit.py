@@ -11,7 +11,7 @@ from msgspec import Struct
 from fsdp_optim.errors import StateError
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.live.local import LocalOptim
-from fsdp_optim.state.values.classes import OptimizerClass
+from fsdp_optim.state.values.classes import READ_BY_LOADS, OptimizerClass, is_on
 
 
 class LiveGroup(Struct, frozen=True):
@@ -139,7 +139,7 @@ def _values_of(live: LiveGroup) -> tuple[frozenset[str], frozenset[str]] | None:
     if live.of.torch_name not in _VALUES:
         return None
     needed, others = _VALUES[live.of.torch_name]
-    switched_on = {_SWITCHES[key] for key, on in live.hyperparameters.items() if key in _SWITCHES and on}
+    switched_on = {name for key, name in _SWITCHES.items() if is_on(live.hyperparameters, key)}
     if not needed:  # SGD makes its only value in its first step
         return needed, others
     return needed | others & switched_on, needed | others
@@ -156,7 +156,7 @@ def lacking_values(of: OptimizerClass, hyperparameters: Mapping[str, Any], value
     lacking = sorted(known[0] - set(values))
     if not lacking:
         return ""
-    switches = [key for key, name in _SWITCHES.items() if name in lacking and hyperparameters.get(key)]
+    switches = [key for key, name in _SWITCHES.items() if name in lacking and is_on(hyperparameters, key)]
     because = f" with {switches[0]}={hyperparameters[switches[0]]}" if switches else ""
     way = (
         f"build the optimizer with {switches[0]}={_OFF[switches[0]]}, or load the saved {switches[0]} too"
@@ -186,6 +186,10 @@ class _SavedState(Struct, frozen=True):
     hyperparameters: Mapping[str, Any]
     values: frozenset[str]
 
+    def __post_init__(self) -> None:
+        for key in READ_BY_LOADS:
+            is_on(self.hyperparameters, key)  # raises StateError, which torch's load would not
+
     @property
     def own_hyperparameters(self) -> frozenset[str]:
         return _own(self.hyperparameters)
@@ -214,7 +218,7 @@ class _SavedState(Struct, frozen=True):
         lacking = frozenset(live.of.hyperparameters) - self.own_hyperparameters - _OPTIONS
         flag = "decoupled_weight_decay"
         both = flag in self.hyperparameters and flag in live.hyperparameters
-        decoupled = both and not self.name and bool(self.hyperparameters[flag]) != bool(live.hyperparameters[flag])
+        decoupled = both and not self.name and is_on(self.hyperparameters, flag) != is_on(live.hyperparameters, flag)
         return decoupled or bool((foreign | lacking) & _TELLING) or bool(foreign and lacking)
 
     def difference(self, live: LiveGroup) -> str:
@@ -225,7 +229,7 @@ class _SavedState(Struct, frozen=True):
         saved_names, live_names = self.own_hyperparameters, _own(live.hyperparameters)
         text += _only("hyperparameters", saved_names - live_names, live_names - saved_names)
         flag = "decoupled_weight_decay"
-        if flag in saved_names & live_names and self.hyperparameters[flag] != live.hyperparameters[flag]:
+        if flag in saved_names & live_names and is_on(self.hyperparameters, flag) != is_on(live.hyperparameters, flag):
             text += (
                 f"; {flag} is {self.hyperparameters[flag]} in the state, {live.hyperparameters[flag]} in the optimizer"
             )

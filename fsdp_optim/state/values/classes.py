@@ -8,6 +8,11 @@ from typing import Any
 import torch
 from msgspec import Struct
 
+from fsdp_optim.errors import StateError
+
+READ_BY_LOADS = ("fused", "capturable")
+"""The hyperparameters by which torch's `load_state_dict()` decides where step counts are."""
+
 _INNER = ("optimizer", "_optimizer", "optim")
 """Attributes in which wrappers of Accelerate, DeepSpeed, fairseq, torch and fairscale keep the wrapped optimizer."""
 
@@ -96,3 +101,15 @@ def class_names_read(written: object, num_groups: int) -> tuple[str, ...]:
     if isinstance(written, (list, tuple)) and len(written) == num_groups:
         return tuple(map(str, written))
     return ()
+
+
+def is_on(hyperparameters: Mapping[str, Any], key: str) -> bool:
+    """Return whether a hyperparameter such as `fused` is there and on. Raises StateError for a tensor of several elements."""
+    try:
+        return bool(hyperparameters.get(key))
+    except (RuntimeError, ValueError) as error:
+        value = hyperparameters[key]
+        shape = list(getattr(value, "shape", ()))
+        raise StateError(
+            f"the hyperparameter {key} of a param group is a {type(value).__name__} of the shape {shape}: it must be on or off"
+        ) from error
