@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -217,21 +218,25 @@ class ManagedRun:
 
     def load(self, to: int | None, options: ResumeArguments) -> int:
         """Load the newest checkpoint, or the checkpoint of the step `to`; return its step."""
-        with self._collective("resume" if to is None else "rollback") as group:
-            options.validate()
-            if to is not None:
-                check_at_least("to", to, 0)
-            self._settle(group)
-            pending.settle(self._known)
-            candidates = candidates_on_all(group, f"{to}, {options.compared_text()}", lambda: self._candidates(to))
 
+        def listed(again: bool) -> list[Candidate]:
+            with self._collective("resume" if to is None else "rollback") as group:
+                options.validate()
+                if to is not None:
+                    check_at_least("to", to, 0)
+                self._settle(group)
+                pending.settle(self._known)
+                about = f"{to}, {options.compared_text()}"
+                return candidates_on_all(group, about, partial(self._candidates, to, again))
+
+        candidates = listed(again=False)
         loaded = LoadedObjects.of(options)
 
         def load(where: str | Path) -> LoadResult:
             return restore(where, self._model, self._optim, options, objects=loaded)
 
         with checkpoint_errors(self._root):
-            newest = load_newest(self._root, candidates, options.on_damage, load)
+            newest = load_newest(self._root, candidates, options.on_damage, load, partial(listed, True))
         step, restored = 0, newest.result
         with self._collective("random states") as group:
             if restored is not None:
@@ -337,23 +342,21 @@ class ManagedRun:
                 self.proving.begin(group, place, step, compares=False)
         return failed
 
-    def _candidates(self, to: int | None) -> list[Candidate]:
+    def _candidates(self, to: int | None, again: bool) -> list[Candidate]:
         """Return the checkpoints of a manager in the folder that a load may take, the newest first."""
         storage = self._options.saving.storage_options
         listed = all_listed([directory_at(self._root, storage, format) for format in listed_formats()])
         self._known.see(filter(is_own, listed))
         own = newest_first(own_in(listed))
         if to is None:
-            if not own:
+            if not own and not again:
                 self._check_others(listed)
                 begin_anew(self._root, storage)
             wanted = own if self._optim is None else without_thin(own)
             return [Candidate.of(checkpoint) for checkpoint in wanted]
-        name = name_of_step(to)
-        chosen = [checkpoint for checkpoint in own if checkpoint.base.rpartition("/")[2] == name]
+        chosen = [checkpoint for checkpoint in own if checkpoint.base.rpartition("/")[2] == name_of_step(to)]
         if not chosen:
-            summaries = [checkpoint.summary for checkpoint in own]
-            steps = sorted(summary.step for summary in summaries if summary is not None and summary.step is not None)
+            steps = sorted(s.step for entry in own if (s := entry.summary) is not None and s.step is not None)
             has = f"those of the steps {', '.join(map(str, steps))}" if steps else "none"
             raise CheckpointError(
                 f"{self._root}: has no checkpoint of step {to}; the steps that a CheckpointManager saved there: {has}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
@@ -15,6 +16,7 @@ from fsdp_optim.checkpoint.catalog.roots import begin_anew
 from fsdp_optim.checkpoint.common.arguments import ResumeArguments
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.pending import pending
+from fsdp_optim.checkpoint.common.retry import ATTEMPTS
 from fsdp_optim.checkpoint.common.seen_by_all import check_shared
 from fsdp_optim.checkpoint.common.stores import directory_at, store_at
 from fsdp_optim.checkpoint.load.restore import restore
@@ -39,18 +41,21 @@ class Candidate(Struct, array_like=True, frozen=True):
     Attributes:
         where, base: as in `CheckpointEntry`.
         damage: why the listing shows already that it cannot be loaded; else empty.
+        token: of the save that wrote it; empty where that cannot be read.
     """
 
     where: str
     base: str
     damage: str = ""
+    token: str = ""
 
     @classmethod
     def of(cls, checkpoint: ListedCheckpoint) -> Candidate:
         """Return the candidate that a listed checkpoint is."""
         status = checkpoint.status
         damage = "" if status.is_complete else status.reason or "it is not complete"
-        return cls(checkpoint.where, checkpoint.base, damage)
+        summary = checkpoint.summary
+        return cls(checkpoint.where, checkpoint.base, damage, summary.token if summary is not None else "")
 
 
 class Newest(Struct, frozen=True):
@@ -85,26 +90,30 @@ def resume(
 ) -> LoadResult | None:
     """Load the newest checkpoint of a folder. Called by all ranks of the model."""
 
-    def listed() -> list[Candidate]:
+    def listed(again: bool) -> list[Candidate]:
         directories = [directory_at(root, options.storage_options, format) for format in listed_formats()]
         checkpoints = newest_first(all_listed(directories))
         wanted = checkpoints if optim is None else without_thin(checkpoints)
         candidates = [Candidate.of(checkpoint) for checkpoint in wanted]
-        if not candidates:
+        if not candidates and not again:
             begin_anew(root, options.storage_options)
         return candidates
 
-    with collective_call("resume", [model], options, options.call, all_of_plain=True) as (_, group):
-        pending.settle()
-        candidates = candidates_on_all(group, f"{str(root)!r}, {options.compared_text()}", listed)
-        if not candidates:  # what is not in the folder of the lowest rank may be in the folder of another rank
-            inside = store_at(f"{root}/_", options=options.storage_options)
-            check_shared(group, inside, str(root))
+    def listed_on_all(again: bool) -> list[Candidate]:
+        with collective_call("resume", [model], options, options.call, all_of_plain=True) as (_, group):
+            pending.settle()
+            about = f"{str(root)!r}, {options.compared_text()}"
+            candidates = candidates_on_all(group, about, partial(listed, again))
+            if not candidates and not again:  # what the lowest rank does not see may be in the folder of another rank
+                inside = store_at(f"{root}/_", options=options.storage_options)
+                check_shared(group, inside, str(root))
+        return candidates
 
     def load(where: str | Path) -> LoadResult:
         return restore(where, model, optim, options, done="resumed")
 
-    return load_newest(str(root), candidates, options.on_damage, load).result
+    candidates = listed_on_all(again=False)
+    return load_newest(str(root), candidates, options.on_damage, load, partial(listed_on_all, True)).result
 
 
 def without_thin(checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
@@ -138,12 +147,42 @@ def candidates_on_all(group: RankGroup, about: str, listed: Callable[[], list[Ca
 
 
 def load_newest(
-    root: str, candidates: Sequence[Candidate], on_damage: OnDamage, load: Callable[[str | Path], LoadResult]
+    root: str,
+    candidates: Sequence[Candidate],
+    on_damage: OnDamage,
+    load: Callable[[str | Path], LoadResult],
+    listed_again: Callable[[], Sequence[Candidate]],
 ) -> Newest:
     """Load the first candidate or, with on_damage="previous", the first that can be loaded; nothing if there are no candidates.
 
+    Another process may have saved a newer checkpoint, and removed a listed one, since the folder was listed. So where one cannot
+    be loaded, all ranks list again, and a list that differs up to that one is tried from its beginning: `ATTEMPTS` lists at most.
+
     Raises CheckpointError that names the newest checkpoint, if it cannot be loaded.
     """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return _load_first(root, candidates, on_damage, load, listed_again)
+        except _OtherCandidates as other:
+            candidates = other.candidates
+    return _load_first(root, candidates, on_damage, load, lambda: ())
+
+
+class _OtherCandidates(Exception):
+    """A checkpoint cannot be loaded, and the folder has others now."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        super().__init__()
+        self.candidates = candidates
+
+
+def _load_first(
+    root: str,
+    candidates: Sequence[Candidate],
+    on_damage: OnDamage,
+    load: Callable[[str | Path], LoadResult],
+    listed_again: Callable[[], Sequence[Candidate]],
+) -> Newest:
     first: CheckpointError | None = None
     unread: list[str] = []
     for index, candidate in enumerate(candidates):
@@ -152,6 +191,7 @@ def load_newest(
                 raise CheckpointError(candidate.damage)
             return Newest(load(candidate.where), candidate.where, candidate.base, index > 0, tuple(unread))
         except CheckpointError as error:  # the same on all ranks, which all take the same next candidate
+            _check_list(candidates[: index + 1], listed_again)
             if first is None:
                 first = _refusal(root, candidate, candidates[index + 1 :], error)
             if on_damage == "error":
@@ -162,6 +202,17 @@ def load_newest(
     if first is not None:
         raise first
     return Newest()
+
+
+def _check_list(tried: Sequence[Candidate], listed_again: Callable[[], Sequence[Candidate]]) -> None:
+    """Raise _OtherCandidates if the folder has other checkpoints than those that were tried, the last of which has failed."""
+    try:
+        again = listed_again()
+    except CheckpointError:  # on all ranks; the error of the load says more
+        return
+    if again and list(again[: len(tried)]) != list(tried):
+        log.info("%s cannot be loaded, and the folder has other checkpoints now: trying these", tried[-1].where)
+        raise _OtherCandidates(again)
 
 
 def _refusal(root: str, newest: Candidate, older: Sequence[Candidate], error: CheckpointError) -> CheckpointError:
