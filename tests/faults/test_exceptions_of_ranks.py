@@ -215,4 +215,5 @@ class TestExceptions(unittest.TestCase):
         self.check(run_on_ranks(broken_in_functions, WORLD, verb, 0, 1), 40)
 
     def test_what_only_the_recipient_does_at_the_end(self) -> None:
-        check_alike(run_on_ranks(uncopyable_on_the_recipient, WORLD), "RankError", "this cannot be copied", "rank")
+        words = ("rank 1", "param group 0: handle", "this cannot be copied")
+        check_alike(run_on_ranks(uncopyable_on_the_recipient, WORLD), "StateError", *words)
