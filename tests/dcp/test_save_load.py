@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from kit.compare import check_same, refused
-from kit.cut_trees import complete
+from kit.cut_trees import complete, emptied
 from kit.dcp_trees import AppState, app, everything, nested, trained
 from safetensors.torch import load_file
 from torch import nn
@@ -127,8 +127,8 @@ def empty_dicts(root: Path) -> None:
         check_same("the optimizer has no state", groups["state"], {})
         torch_dcp.save(tree, checkpoint_id=root / name)
         for load in (torch_dcp.load, dcp.load):
-            emptied, seen, best = emptied_tree(tree), {}, {}
-            into = {**emptied, "seen": seen, "app": {"n": 0, "runs": {"best": best}}}
+            seen, best = {}, {}
+            into = {**emptied(tree), "seen": seen, "app": {"n": 0, "runs": {"best": best}}}
             load(into, checkpoint_id=root / name)
             check_same(f"{name}, {load.__module__}", into, tree)
             check_same("the same dicts", (into["seen"] is seen, into["app"]["runs"]["best"] is best), (True, True))
@@ -137,15 +137,6 @@ def empty_dicts(root: Path) -> None:
         into = {"w": torch.zeros(2), **lacking}
         dcp.load(into, checkpoint_id=root / "own")
         check_same("ours lacks it too", into, {"w": torch.ones(2), **lacking})
-
-
-def emptied_tree(tree: Any) -> Any:
-    """A tree with zeros in the place of its tensors and numbers."""
-    if isinstance(tree, dict):
-        return {key: emptied_tree(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [emptied_tree(value) for value in tree]
-    return torch.zeros_like(tree) if isinstance(tree, torch.Tensor) else type(tree)(0) if type(tree) is float else tree
 
 
 def what_is_refused(root: Path) -> None:

@@ -17,15 +17,10 @@ from fsdp_optim.formats.base.tree_values import BRANCHES, items_of
 from fsdp_optim.tensors.elements import MOST_DEEP
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, io.BytesIO)
-_KEPT = (
-    numpy.ndarray,
-    numpy.generic,
-    bytearray,
-    range,
-    torch.Size,
-    torch.dtype,
-    torch.device,
-)  # as far as the codec has a form
+
+# These are kept where the codec has a form for them: not for arrays of texts, say.
+_KEPT = (numpy.ndarray, numpy.generic, bytearray, range, torch.Size, torch.dtype, torch.device)
+
 _MOST_DROPPED = 1 << 16  # items of a list that torch has saved nothing of
 
 
