@@ -6,6 +6,7 @@ torch's planner pickles each of them. The oracle is what was saved, and what tor
 from __future__ import annotations
 
 import unittest
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +20,10 @@ from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim import dcp
+from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.dcp.storage import staged_save
+from fsdp_optim.formats.own import OURS
+from fsdp_optim.storage.posix import Folder
 
 PICKLES = fsdp_optim.LoadOptions(allow_pickle=True, progress=False)
 
@@ -118,6 +122,11 @@ class WriterValuesTest(InFolder):
             fsdp_optim.CheckpointError, "is an object that torch's planner has pickled: allow_"
         ):
             fsdp_optim.load(path, state=names)
+        with closing(open_checkpoint(Folder(path, OURS.probe), verify=True)) as opened:
+            common = opened.index.extras["common"]
+            with self.assertRaisesRegex(fsdp_optim.CheckpointError, "is an object that torch's planner has pickled"):
+                common.decoded(allow_pickle=False)
+            check_same("decoded", sorted_keys(common.decoded(allow_pickle=True)["deep"]), sorted_keys(tree["deep"]))
         for format in ("dcp", "torch"):
             with self.assertRaisesRegex(fsdp_optim.CheckpointError, "is an object that torch's planner has pickled"):
                 fsdp_optim.convert(path, self.path / "refused", format=format)
