@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import compress
+from pickle import PicklingError
 from typing import Any, TypeVar
 
 import torch
 
-from fsdp_optim.errors import FsdpOptimError, StateError
+from fsdp_optim.errors import StateError
 from fsdp_optim.plan import Copy
 from fsdp_optim.tensors.rearranged import rearrange
 from fsdp_optim.tensors.transposed import copy_transposed
@@ -296,15 +297,15 @@ def _own_dtensor(value: Any) -> Any:
 
 def named_copy(where: str, value: Any) -> Any:
     """Return a `detached_copy` of a value. Raises StateError that names a value which cannot be copied."""
+    return made_of(value, detached_copy, f"{where}: is a {type(value).__name__} that cannot be copied")
+
+
+def made_of(value: Any, make: Callable[[Any], T], refusal: str) -> T:
+    """Return `make(value)`, which copies or pickles. Raises StateError that begins with `refusal` where the value refuses it."""
     try:
-        return detached_copy(value)
-    except FsdpOptimError:
-        raise
-    except Exception as error:  # of any class: an object may have its own way to be copied
-        raise StateError(
-            f"{where}: is a {type(value).__name__} that cannot be copied: {type(error).__name__}: {error}: keep tensors and "
-            "plain values there"
-        ) from error
+        return make(value)
+    except (TypeError, AttributeError, PicklingError) as error:  # by which Python says that it cannot be done
+        raise StateError(f"{refusal}: {type(error).__name__}: {error}: keep tensors and plain values there") from error
 
 
 def map_container(value: Any, change: Callable[[Any], Any]) -> Any:

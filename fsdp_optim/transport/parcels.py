@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from fsdp_optim.errors import FsdpOptimError, StateError
 from fsdp_optim.layout import Whole
 from fsdp_optim.plan import copies_of
 from fsdp_optim.tensors import memory
@@ -59,7 +58,8 @@ def send(
             if parcel.source == group.rank and any(rank != group.rank for rank in parcel.targets):
                 value = value_of(index)
                 if value is not NOTHING:
-                    packed[index] = _packed(name_of, index, value)
+                    refusal = f"{name_of(index)}: cannot be sent to other ranks"
+                    packed[index] = memory.made_of(value, pack, refusal)
     content = json.dumps({index: value.nbytes for index, value in packed.items()}).encode()
     sizes: dict[int, list[int]] = {}
     for report in exchange_reports(group, content, failure.error):
@@ -101,19 +101,6 @@ def _memory_of(
         if byte_range.parcel in arrived:
             return None, arrived[byte_range.parcel][byte_range.part][byte_range.start : byte_range.stop]
     return None, None
-
-
-def _packed(name_of: Callable[[int], str], index: int, value: Any) -> Packed:
-    """Return a value as bytes. Raises StateError that names a value which cannot be pickled."""
-    try:
-        return pack(value)
-    except FsdpOptimError:
-        raise
-    except Exception as error:  # of any class: an object may have its own way to be pickled
-        raise StateError(
-            f"{name_of(index)}: cannot be sent to other ranks: {type(error).__name__}: {error}: keep tensors and plain values "
-            "there"
-        ) from error
 
 
 def _batches(sizes: Mapping[int, Sequence[int]], most_nbytes: int) -> Iterator[list[_ByteRange]]:

@@ -110,22 +110,28 @@ class PathTest(unittest.TestCase):
         check_same("rank 1", by_rank[1], [0, 1])
         check_same("rank 2", by_rank[2], [1, None])  # no third rank saved
 
-    @parameterized.expand((("nul", "a\0b"), ("surrogate", "a\ud800b"), ("bytes", b"a"), ("number", 7), ("none", None)))
-    def test_what_no_file_system_takes(self, _: str, path: Any) -> None:
-        model = nn.Linear(2, 2)
-        optim = torch.optim.SGD(model.parameters(), lr=0.5)
-        where = os.path.join(self.root, path) if isinstance(path, str) else path
-        calls: dict[str, Callable[[], Any]] = {
+    def calls_at(self, where: Any, model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Callable[[], Any]]:
+        """Calls that take a path which nothing can be at."""
+        return {
             "save": lambda: fsdp_optim.save(where, model, optim),
-            "async_save": lambda: fsdp_optim.async_save(where, model, optim),
             "load": lambda: fsdp_optim.load(where, model, optim),
-            "load the extras": lambda: fsdp_optim.load(where),
             "latest": lambda: fsdp_optim.latest(where),
             "prune": lambda: fsdp_optim.prune(where, keep_last=1),
             "verify": lambda: fsdp_optim.verify(where),
             "inspect": lambda: fsdp_optim.inspect(where),
             "convert": lambda: fsdp_optim.convert(where, self.root / "new"),
             "proof_of": lambda: fsdp_optim.proof_of(where),
+        }
+
+    @parameterized.expand((("nul", "a\0b"), ("surrogate", "a\ud800b"), ("bytes", b"a"), ("number", 7), ("none", None)))
+    def test_what_no_file_system_takes(self, _: str, path: Any) -> None:
+        model = nn.Linear(2, 2)
+        optim = torch.optim.SGD(model.parameters(), lr=0.5)
+        where = os.path.join(self.root, path) if isinstance(path, str) else path
+        calls: dict[str, Callable[[], Any]] = {
+            **self.calls_at(where, model, optim),
+            "async_save": lambda: fsdp_optim.async_save(where, model, optim),
+            "load the extras": lambda: fsdp_optim.load(where),
             **({} if isinstance(path, str) else {"diagnose": lambda: fsdp_optim.diagnose(where)}),
         }
         for what, call in calls.items():
@@ -141,18 +147,11 @@ class PathTest(unittest.TestCase):
         where, model = self.root / name, nn.Linear(2, 2)
         optim = torch.optim.SGD(model.parameters(), lr=0.5)
         calls: dict[str, Callable[[], Any]] = {
-            "save": lambda: fsdp_optim.save(where, model, optim),
-            "load": lambda: fsdp_optim.load(where, model, optim),
+            **self.calls_at(where, model, optim),
             "resume": lambda: fsdp_optim.resume(where, model, optim),
             "manager": lambda: fsdp_optim.CheckpointManager(where, model, optim).resume(),
-            "latest": lambda: fsdp_optim.latest(where),
             "checkpoints": lambda: fsdp_optim.checkpoints(where),
             "unfinished_saves": lambda: fsdp_optim.unfinished_saves(where),
-            "prune": lambda: fsdp_optim.prune(where, keep_last=1),
-            "verify": lambda: fsdp_optim.verify(where),
-            "inspect": lambda: fsdp_optim.inspect(where),
-            "convert": lambda: fsdp_optim.convert(where, self.root / "new"),
-            "proof_of": lambda: fsdp_optim.proof_of(where),
         }
         for what, call in calls.items():
             kind, text = error_text(call)

@@ -160,59 +160,49 @@ def load_newest(
 
     Raises CheckpointError that names the newest checkpoint, if it cannot be loaded.
     """
-    for _ in range(ATTEMPTS - 1):
-        try:
-            return _load_first(root, candidates, on_damage, load, listed_again)
-        except _OtherCandidates as other:
-            candidates = other.candidates
-    return _load_first(root, candidates, on_damage, load, lambda: ())
-
-
-class _OtherCandidates(Exception):
-    """A checkpoint cannot be loaded, and the folder has others now."""
-
-    def __init__(self, candidates: Sequence[Candidate]) -> None:
-        super().__init__()
-        self.candidates = candidates
-
-
-def _load_first(
-    root: str,
-    candidates: Sequence[Candidate],
-    on_damage: OnDamage,
-    load: Callable[[str | Path], LoadResult],
-    listed_again: Callable[[], Sequence[Candidate]],
-) -> Newest:
+    position, num_lists = 0, 1
     first: CheckpointError | None = None
     unread: list[str] = []
-    for index, candidate in enumerate(candidates):
+    while position < len(candidates):
+        candidate = candidates[position]
         try:
             if candidate.damage:
                 raise CheckpointError(candidate.damage)
-            return Newest(load(candidate.where), candidate.where, candidate.base, index > 0, tuple(unread))
+            return Newest(load(candidate.where), candidate.where, candidate.base, position > 0, tuple(unread))
         except CheckpointError as error:  # the same on all ranks, which all take the same next candidate
-            _check_list(candidates[: index + 1], listed_again)
+            others = _others(candidates[: position + 1], listed_again) if num_lists < ATTEMPTS else ()
+            if others:
+                candidates, num_lists = others, num_lists + 1
+                position, first, unread = 0, None, []
+                continue
             if first is None:
-                first = _refusal(root, candidate, candidates[index + 1 :], error)
+                first = _refusal(root, candidate, candidates[position + 1 :], error)
             if on_damage == "error":
                 raise first from error
             log.warning("%s cannot be loaded, so the one before it is loaded: %s", candidate.where, error)
             if not is_sure_that_not(error):
                 unread.append(candidate.base)
+        position += 1
     if first is not None:
         raise first
     return Newest()
 
 
-def _check_list(tried: Sequence[Candidate], listed_again: Callable[[], Sequence[Candidate]]) -> None:
-    """Raise _OtherCandidates if the folder has other checkpoints than those that were tried, the last of which has failed."""
+def _others(tried: Sequence[Candidate], listed_again: Callable[[], Sequence[Candidate]]) -> Sequence[Candidate]:
+    """List the folder again after the last of the tried checkpoints could not be loaded. Called by all ranks.
+
+    Returns the new list if it begins with other checkpoints than those that were tried; an empty list if it begins with the same
+    ones, or if the folder has none or cannot be listed now.
+    """
     try:
         again = listed_again()
     except CheckpointError:  # on all ranks; the error of the load says more
-        return
-    if again and list(again[: len(tried)]) != list(tried):
+        return ()
+    if list(again[: len(tried)]) == list(tried):
+        return ()
+    if again:
         log.info("%s cannot be loaded, and the folder has other checkpoints now: trying these", tried[-1].where)
-        raise _OtherCandidates(again)
+    return again
 
 
 def _refusal(root: str, newest: Candidate, older: Sequence[Candidate], error: CheckpointError) -> CheckpointError:

@@ -24,10 +24,10 @@ MOST_NBYTES = 1 << 20
 """The most bytes of a summary. If a summary does not end within them, the whole manifest is read."""
 
 Nbytes = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-"""The size of a file, which no larger number is."""
+"""The size of a file in bytes. No file system has a larger one."""
 
 TimeNs = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-"""A time in nanoseconds since the epoch, from 1677 to 2262, of which Python can make a date."""
+"""A time in nanoseconds since 1970, as a signed number of 64 bits: the years 1677 to 2262, which `datetime` can represent."""
 
 # "brief" sorts before all other keys, so that the manifest begins with the summary.
 _BEGINS = re.compile(r'\{"checksum":"[0-9a-f]{16}","checkpoint":\{"brief":')

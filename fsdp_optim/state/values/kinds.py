@@ -53,7 +53,7 @@ class Observation(NamedTuple):
         shape: the shape of the parameter's tensor beside it.
         fits: whether the value has that shape.
         is_tensor: whether the value is a tensor with dimensions.
-        is_reduced: whether the value has one number for each row of the parameter, or for each few rows of its later dimensions.
+        is_reduced: whether the value has the rows of the parameter, but not all elements of each row (`_is_reduced`).
     """
 
     name: object
